@@ -1,0 +1,32 @@
+"""Quantize the attention and the KV cache of Llama-style models as a torch.export graph pass."""
+
+from graphquant.calibration import Calibration
+from graphquant.capture import capture
+from graphquant.config import QuantizationArgs, QuantizationConfig, QuantizationScheme, preset
+from graphquant.evaluation import Evaluation, evaluate
+from graphquant.graph import find_attention
+from graphquant.loops import calibrate
+from graphquant.measuring import Measurement, measure
+from graphquant.passes import calibration_of, convert, prepare, set_mode
+from graphquant.report import Report, report
+
+__all__ = [
+    "Calibration",
+    "Evaluation",
+    "Measurement",
+    "QuantizationArgs",
+    "QuantizationConfig",
+    "QuantizationScheme",
+    "Report",
+    "calibrate",
+    "calibration_of",
+    "capture",
+    "convert",
+    "evaluate",
+    "find_attention",
+    "measure",
+    "prepare",
+    "preset",
+    "report",
+    "set_mode",
+]

@@ -1,0 +1,224 @@
+"""Walk back from an operand of the attention core through ops that only move data, keeping track of its dims.
+
+A dim carries a label: B batch, H heads, N copies of a KV head, S sequence, P copies of a position, D head_dim, and BH
+for batch and heads merged. Each step maps the labels of an output to those of its input, so ``repeat_kv``, ``bmm``'s
+merged batch and a transposed key are all followed by the same few rules:
+
+    [B, H, S, D] ←reshape← [B, H, N, S, D] ←expand, unsqueeze← [B, H, S, D]        repeat_kv
+    [BH, S, D]   ←reshape← [B, H, S, D]                                           bmm of a decomposed graph
+"""
+
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from graphquant.graph import ops
+from graphquant.graph.shapes import same, same_shape, segments, shape, show, static
+
+Labels = tuple[str, ...]
+STATES_LABELS: Labels = ("B", "H", "S", "D")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A node on the way, the labels of its dims, and what the step that led here undid.
+
+    ``crossed`` is "layout", "alias" (same values, same dims), "repeat" (copies of a KV head), "cache" (a write of the
+    states into a cache) or "scale" (a factor of the softmax scale).
+    """
+
+    node: Node
+    labels: Labels
+    crossed: str = "layout"
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Where a walk ended, and why; ``refused`` where what was crossed on the way cannot be KV heads after all."""
+
+    node: Node
+    reason: str
+    refused: bool = False
+
+
+def walk(node: Node, labels: Labels) -> tuple[list[Place], Stop]:
+    """All places from ``node`` back to the first op that computes something, nearest first."""
+    places = [Place(node, labels)]
+    while True:
+        place = _step(places[-1].node, places[-1].labels)
+        if isinstance(place, Stop):
+            return places, place
+        places.append(place)
+
+
+def _step(node: Node, labels: Labels) -> Place | Stop:
+    kind = ops.kind(node)
+    rule = _RULES.get(kind)
+    if rule is None:
+        what = "is an input or a weight" if kind == "input" else f"({ops.op_name(node)}) computes new values"
+        return Stop(node, f"{node.name} {what}")
+    return rule(node, labels)
+
+
+def _alias(node: Node, labels: Labels) -> Place | Stop:
+    return Place(ops.first_input(node), labels, "alias")
+
+
+def _cast(node: Node, labels: Labels) -> Place | Stop:
+    source = ops.first_input(node)
+    unchanged = source.meta["val"].dtype == node.meta["val"].dtype
+    return Place(source, labels, "alias" if unchanged else "layout")
+
+
+def _permute(node: Node, labels: Labels) -> Place | Stop:
+    order = ops.permutation(node, len(labels))
+    moved = dict(zip(order, labels, strict=True))
+    return Place(ops.first_input(node), tuple(moved[dim] for dim in range(len(labels))))
+
+
+def _unsqueeze(node: Node, labels: Labels) -> Place | Stop:
+    dim = ops.bound(node)["dim"] % len(labels)
+    return Place(ops.first_input(node), labels[:dim] + labels[dim + 1 :])
+
+
+def _expand(node: Node, labels: Labels) -> Place | Stop:
+    source = ops.first_input(node)
+    dims, wanted = shape(source), shape(node)
+    if len(dims) != len(wanted):
+        return Stop(node, f"{node.name} expands {show(dims)} to the further dims of {show(wanted)}")
+    return _copies(node, labels, [not same(old, new) for old, new in zip(dims, wanted, strict=True)])
+
+
+def _copies(node: Node, labels: Labels, grown: list[bool]) -> Place | Stop:
+    """The source of copies along the dims that have ``grown``, which must be heads."""
+    along = [label for label, more in zip(labels, grown, strict=True) if more]
+    if set(along) <= {"N", "H"}:
+        return Place(ops.first_input(node), labels, "repeat" if along else "alias")
+    refused = not {"S", "P"}.isdisjoint(along)
+    names = ", ".join("S" if label == "P" else label for label in along)
+    return Stop(node, f"{node.name} copies along {names}; expected copies of KV heads only", refused)
+
+
+def _repeat(node: Node, labels: Labels) -> Place | Stop:
+    repeats = list(ops.bound(node).values())[1]  # "repeats" of repeat, "dims" of tile
+    if len(repeats) != len(shape(ops.first_input(node))):
+        return Stop(node, f"{node.name} repeats {show(shape(ops.first_input(node)))} along further dims")
+    return _copies(node, labels, [times != 1 for times in repeats])
+
+
+def _reshape(node: Node, labels: Labels) -> Place | Stop:
+    source = ops.first_input(node)
+    dims, wanted = shape(source), shape(node)
+    if same_shape(dims, wanted):
+        return Place(source, labels, "alias")
+    front = _MERGED_FRONTS.get(len(dims), ())
+    if labels[0] == "BH" and front and same_shape(dims[len(front) :], wanted[1:]):
+        return Place(source, (*front, *labels[1:]))  # asked first: with one head, segments cannot tell whose the 1 is
+    parts = segments(wanted, dims)
+    if parts is None:
+        return Stop(node, f"{node.name} reshapes {show(dims)} to {show(wanted)}, whose dims do not line up")
+    found: dict[int, str] = {}
+    for mine, theirs in parts:
+        out = tuple(labels[i] for i in mine)
+        if len(mine) == len(theirs) == 1:
+            found[theirs[0]] = out[0]
+            continue
+        split = _SPLITS.get((out, len(theirs)))
+        if split is None:
+            return Stop(
+                node, f"{node.name} reshapes {show(dims)} to {show(wanted)}: {'·'.join(out)} is not a merge of heads"
+            )
+        found.update(zip(theirs, split, strict=True))
+    # Dims of size 1 that no part claimed were dropped or inserted by the reshape.
+    return Place(source, tuple(found.get(dim, "1") for dim in range(len(dims))))
+
+
+_MERGED_FRONTS: dict[int, Labels] = {4: ("B", "H"), 5: ("B", "H", "N")}
+_SPLITS: dict[tuple[Labels, int], Labels] = {
+    (("H",), 2): ("H", "N"),
+    (("S",), 2): ("S", "P"),
+    (("B", "H"), 1): ("BH",),
+    (("H", "N"), 1): ("H",),
+    (("B", "H"), 3): ("B", "H", "N"),
+}
+
+
+def _slice(node: Node, labels: Labels) -> Place | Stop:
+    args = ops.bound(node)
+    if same_shape(shape(ops.first_input(node)), shape(node)):
+        return Place(ops.first_input(node), labels, "alias")
+    label = labels[args["dim"] % len(labels)]
+    return Stop(node, f"{node.name} takes a part of dim {label}")
+
+
+def _repeat_interleave(node: Node, labels: Labels) -> Place | Stop:
+    dim = ops.bound(node).get("dim")
+    if dim is None:
+        return Stop(node, f"{node.name} repeats the flattened tensor")
+    return _copies(node, labels, [place == dim % len(labels) for place in range(len(labels))])
+
+
+def _cat(node: Node, labels: Labels) -> Place | Stop:
+    args = ops.bound(node)
+    label = labels[args["dim"] % len(labels)]
+    parts = args["tensors"]
+    if label != "S" or len(parts) != 2 or not _stored(parts[0]):
+        return Stop(node, f"{node.name} joins {len(parts)} tensors along {label}; expected past and present along S")
+    return Place(parts[1], labels, "cache")
+
+
+def _write(node: Node, labels: Labels) -> Place | Stop:
+    args = ops.bound(node)
+    states: Node = args.get("source") or args.get("values") or args["src"]
+    if not _stored(ops.first_input(node)) or len(shape(states)) != len(labels):
+        return Stop(node, f"{node.name} writes into a tensor that is no cache")
+    return Place(states, labels, "cache")
+
+
+def _stored(node: Node) -> bool:
+    """Whether a node is an input or buffer, seen through ops that only move data."""
+    while ops.kind(node) in ("alias", "cast", "slice", "expand", "reshape", "permute", "getitem"):
+        node = ops.first_input(node)
+    return ops.kind(node) == "input"
+
+
+def _scale(node: Node, labels: Labels) -> Place | Stop:
+    if len(ops.tensor_inputs(node)) != 1:
+        return Stop(node, f"{node.name} ({ops.op_name(node)}) multiplies two tensors")
+    return Place(ops.first_input(node), labels, "scale")
+
+
+_RULES = {
+    "alias": _alias,
+    "cast": _cast,
+    "permute": _permute,
+    "unsqueeze": _unsqueeze,
+    "expand": _expand,
+    "reshape": _reshape,
+    "slice": _slice,
+    "repeat": _repeat,
+    "repeat_interleave": _repeat_interleave,
+    "cat": _cat,
+    "write": _write,
+    "scale": _scale,
+}
+
+
+def states_place(places: list[Place]) -> Place | None:
+    """The place whose tensor a cache would store: ``[B, H, S, D]``, before repeat_kv, cache write and scale.
+
+    Of the places after the last such crossing, the one nearest to the core; of several names for one tensor, the one
+    that computed it.
+    """
+    start = max((i for i, place in enumerate(places) if place.crossed in ("repeat", "cache", "scale")), default=0)
+    for index in range(start, len(places)):
+        if places[index].labels == STATES_LABELS and _static_heads(places[index].node):
+            while index + 1 < len(places) and places[index + 1].crossed == "alias":
+                index += 1
+            return places[index]
+    return None
+
+
+def _static_heads(node: Node) -> bool:
+    dims = shape(node)
+    return static(dims[1]) is not None and static(dims[3]) is not None

@@ -1,0 +1,171 @@
+"""Dialects: how one quantize/dequantize pair is said in a graph.
+
+``aten`` says everything in plain arithmetic, which every consumer of an ExportedProgram takes and which loads without
+any op library. ``pt2e`` says in ``quantized_decomposed`` ops what those say exactly, and the rest in arithmetic:
+
+====================================  ==========================================================
+int, one scale                        ``quantize_per_tensor``, scale and zero point as literals
+int, scales along one dim             ``quantize_per_channel``
+int, scales of a group of channels    ``quantize_per_channel``, the scales spread over channels
+int, scales over [H, D]; token; fp8   arithmetic (one axis only; its own formula; rounds to integers)
+any, of a float64 tensor              arithmetic (not taken)
+====================================  ==========================================================
+
+Both compute what ``numerics.affine`` computes, operation for operation.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.ao.quantization.fx._decomposed
+from torch.fx import Node
+
+from graphquant.errors import ConvertError
+from graphquant.numerics.affine import DEAD_STEP, SMALLEST_STEP
+from graphquant.passes.editor import CallBuilder
+from graphquant.plan import PlannedSite
+
+aten = torch.ops.aten
+decomposed = torch.ops.quantized_decomposed
+_DECOMPOSED_INPUTS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Qparams(NamedTuple):
+    """Nodes of a site's scale and zero point, and the values themselves for ops that take literals."""
+
+    scale: Node
+    zero_point: Node
+    literal: tuple[float, int] | None = None
+
+
+class Names(NamedTuple):
+    """Names of the two nodes that form the pair."""
+
+    quantize: str
+    dequantize: str
+
+
+Emit = Callable[[CallBuilder, Node, PlannedSite, Qparams | None, Names], tuple[Node, Node]]
+
+
+def emit_aten(
+    call: CallBuilder, x: Node, planned: PlannedSite, qparams: Qparams | None, names: Names
+) -> tuple[Node, Node]:
+    """The pair in plain arithmetic; without qparams they are computed per token in the graph."""
+    args = planned.args
+    wide = _to(call, x, torch.float32)
+    if qparams is None:
+        scale, zero_point = _token_qparams(call, wide, planned)
+    else:
+        scale, zero_point = (_expand(call, node, planned) for node in qparams[:2])
+    # A symmetric zero point of 0 is left out: adding it changes no code.
+    shifted = not args.dtype.is_float and not (args.symmetric and args.dtype.symmetric_zero_point == 0)
+    codes = call(aten.mul.Tensor, wide, call(aten.reciprocal.default, scale))
+    if not args.dtype.is_float:
+        codes = call(aten.round.default, codes)
+    if shifted:
+        codes = call(aten.add.Tensor, codes, zero_point)
+    codes = call(aten.clamp.default, codes, args.dtype.qmin, args.dtype.qmax)
+    quantized = call(aten._to_copy.default, codes, dtype=args.dtype.storage, name=names.quantize)
+    values = call(aten._to_copy.default, quantized, dtype=torch.float32)
+    if shifted:
+        values = call(aten.sub.Tensor, values, zero_point)
+    dtype = x.meta["val"].dtype
+    if dtype == torch.float32:
+        return quantized, call(aten.mul.Tensor, values, scale, name=names.dequantize)
+    values = call(aten.mul.Tensor, values, scale)
+    return quantized, call(aten._to_copy.default, values, dtype=dtype, name=names.dequantize)
+
+
+def emit_pt2e(
+    call: CallBuilder, x: Node, planned: PlannedSite, qparams: Qparams | None, names: Names
+) -> tuple[Node, Node]:
+    """The pair as quantized_decomposed ops where those are exact, else as ``emit_aten``."""
+    dtype, strategy = planned.args.dtype, planned.args.strategy
+    value = x.meta["val"]
+    if qparams is None or dtype.is_float or value.dtype not in _DECOMPOSED_INPUTS:
+        return emit_aten(call, x, planned, qparams, names)
+    limits = (int(dtype.qmin), int(dtype.qmax), dtype.storage)
+    out = {} if value.dtype == torch.float32 else {"out_dtype": value.dtype}
+    if qparams.literal is not None:
+        given: tuple[Any, ...] = (*qparams.literal, *limits)
+        quantize, dequantize = decomposed.quantize_per_tensor.default, decomposed.dequantize_per_tensor.default
+    else:
+        axis = _axis(planned)
+        if axis is None:
+            return emit_aten(call, x, planned, qparams, names)
+        scale, zero_point = (_one_dim(call, _expand(call, node, planned), strategy) for node in qparams[:2])
+        given = (scale, zero_point, axis, *limits)
+        quantize, dequantize = decomposed.quantize_per_channel.default, decomposed.dequantize_per_channel.default
+    quantized = call(quantize, x, *given, name=names.quantize)
+    return quantized, call(dequantize, quantized, *given, name=names.dequantize, **out)
+
+
+DIALECTS: dict[str, Emit] = {"pt2e": emit_pt2e, "aten": emit_aten}
+
+
+def dialect(name: str) -> Emit:
+    """The emitter of a dialect.
+
+    Raises:
+        ConvertError: there is no such dialect.
+    """
+    if name not in DIALECTS:
+        raise ConvertError(f"unknown dialect {name!r}; there are {', '.join(DIALECTS)}")
+    return DIALECTS[name]
+
+
+def _axis(planned: PlannedSite) -> int | None:
+    """The one dim along which a site's expanded scales vary, or None where they vary along two."""
+    if planned.layout.kind != "states":
+        return 2
+    return {"channel": 3, "attn_head": 1}.get(planned.args.strategy)
+
+
+def _one_dim(call: CallBuilder, param: Node, strategy: str) -> Node:
+    """A qparam as the 1-D tensor that per-channel ops take; [H, 1, 1] is kept that way in the state dict."""
+    shape = param.meta["val"].shape
+    return param if len(shape) == 1 else call(aten.view.default, param, [shape.numel()])
+
+
+def _expand(call: CallBuilder, param: Node, planned: PlannedSite) -> Node:
+    """``expand_qparam`` as view, expand and view of a constant, which any compiler folds."""
+    layout, strategy = planned.layout, planned.args.strategy
+    if strategy == "group":
+        copies = planned.args.group_size or 1
+    elif strategy == "attn_head" and layout.kind == "projection":
+        copies = layout.head_dim
+    else:
+        return param
+    shape = [int(dim) for dim in param.meta["val"].shape]
+    split = call(aten.view.default, param, [*shape, 1])
+    spread = call(aten.expand.default, split, [*shape, copies])
+    whole = call(aten.clone.default, spread, memory_format=torch.contiguous_format)
+    return call(aten.view.default, whole, [*shape[:-1], shape[-1] * copies])
+
+
+def _to(call: CallBuilder, x: Node, dtype: torch.dtype) -> Node:
+    return x if x.meta["val"].dtype == dtype else call(aten._to_copy.default, x, dtype=dtype)
+
+
+def _token_qparams(call: CallBuilder, x: Node, planned: PlannedSite) -> tuple[Node, Node]:
+    """``numerics.dynamic_qparams`` node for node."""
+    dtype, symmetric = planned.args.dtype, planned.args.symmetric
+    low = call(aten.clamp.default, call(aten.amin.default, x, [-1], True), None, 0.0)
+    high = call(aten.clamp.default, call(aten.amax.default, x, [-1], True), 0.0, None)
+    if symmetric:
+        extent = call(aten.maximum.default, call(aten.neg.default, low), high)
+        raw = call(aten.div.Tensor, extent, dtype.symmetric_bound)
+    else:
+        half_span = call(aten.sub.Tensor, call(aten.div.Tensor, high, 2.0), call(aten.div.Tensor, low, 2.0))
+        raw = call(aten.div.Tensor, half_span, (dtype.qmax - dtype.qmin) / 2)
+        extent = call(aten.sub.Tensor, high, low)
+    floor = call(aten.clamp.default, raw, SMALLEST_STEP, None)
+    dead = call(aten.full_like.default, raw, DEAD_STEP)
+    scale = call(aten.where.self, call(aten.gt.Scalar, extent, 0.0), floor, dead)
+    if symmetric:
+        return scale, call(aten.full_like.default, scale, float(dtype.symmetric_zero_point))
+    steps = call(aten.round.default, call(aten.div.Tensor, low, scale))
+    shifted = call(aten.add.Tensor, call(aten.neg.default, steps), dtype.qmin)
+    return scale, call(aten.clamp.default, shifted, dtype.qmin, dtype.qmax)

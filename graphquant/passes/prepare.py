@@ -1,0 +1,85 @@
+"""``prepare``: the program as a GraphModule, with an observer and a fake-quant module at every planned site."""
+
+import re
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.fx import Graph, GraphModule, Node
+
+from graphquant.capture import capture
+from graphquant.config import QuantizationConfig
+from graphquant.errors import ConfigError
+from graphquant.graph import find_attention
+from graphquant.passes.editor import insertion_point, readers, refuse_in_place
+from graphquant.passes.modules import SiteFakeQuant, SiteObserver
+from graphquant.passes.prepared import Origin, attach, set_mode
+from graphquant.passes.unlift import Unlifted
+from graphquant.plan import PlannedSite, make_plan
+
+_DEFAULT_MASK = "attention_mask"
+
+
+def prepare(
+    model: nn.Module | ExportedProgram, config: QuantizationConfig, *, padding_mask: str | None = _DEFAULT_MASK
+) -> GraphModule:
+    """Insert observers and fake-quant at the sites that ``config`` selects; the result observes, and changes no value.
+
+    ``padding_mask`` names the program's input ``[B, T]`` in which 0 marks padding; padding never counts. A program
+    without an ``attention_mask`` counts every position. Weights are shared with the program, buffers are copies.
+
+    Raises:
+        CaptureError, NoAttentionError, SelectorError, StrategyError: see ``capture`` and ``make_plan``.
+        ConfigError: the config is no QuantizationConfig, or the mask is not 2-D or not there.
+    """
+    if not isinstance(config, QuantizationConfig):
+        raise ConfigError(
+            f"expected a QuantizationConfig, found {type(config).__name__}; make one with "
+            "QuantizationConfig.from_dict, from_recipe, or preset(name)"
+        )
+    program = capture(model)
+    sites = find_attention(program)
+    plan = make_plan(sites, config)
+    unlifted = Unlifted(program)
+    mask = _mask_node(unlifted.graph, padding_mask)
+    nodes = {node.name: node for node in unlifted.graph.nodes}
+    for planned in plan:
+        node = nodes[planned.site.node]
+        refuse_in_place(node, planned)
+        _insert(unlifted, node, readers(node, planned, sites, nodes), planned, mask)
+    prepared = unlifted.finish()
+    attach(prepared, Origin(program, sites, plan))
+    set_mode(prepared, "observe")
+    return prepared
+
+
+def _mask_node(graph: Graph, name: str | None) -> Node | None:
+    """The placeholder of the padding mask, or None where the program has none of that name."""
+    inputs: dict[str, Node] = {str(node.target): node for node in graph.nodes if node.op == "placeholder"}
+    if name is not None and name not in inputs and name != _DEFAULT_MASK:
+        raise ConfigError(
+            f"the program has no input {name!r} that could be the padding mask; it has {', '.join(inputs)}"
+        )
+    node = inputs.get(name or "")
+    if node is None or not isinstance(node.meta.get("val"), torch.Tensor):
+        return None
+    if node.meta["val"].dim() != 2:
+        raise ConfigError(
+            f"padding mask {name!r} has {node.meta['val'].dim()} dims; expected [B, T] with 0 for padding. Give "
+            "padding_mask=None to count every position, padding included"
+        )
+    return node
+
+
+def _insert(unlifted: Unlifted, node: Node, users: list[Node], planned: PlannedSite, mask: Node | None) -> None:
+    name = re.sub(r"\W", "_", planned.key)
+    point, last = insertion_point(node), node
+    for suffix, module in (("observer", SiteObserver(planned)), ("fake_quant", SiteFakeQuant(planned))):
+        target = f"graphquant_{suffix}s.{name}"
+        unlifted.attributes[target] = module
+        args = (last,) if mask is None else (last, mask)
+        with unlifted.graph.inserting_after(point):
+            point = last = unlifted.graph.create_node("call_module", target, args, name=f"{name}_{suffix}")
+        last.meta = {key: value for key, value in node.meta.items() if key != "custom"}
+    for user in users:
+        user.replace_input_with(node, last)

@@ -1,0 +1,74 @@
+"""What a converted program says about itself: one record on each dequantize node's ``meta["custom"]``.
+
+torch.export saves that field with the program, so a report needs nothing but the program, also after loading.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch.export import ExportedProgram
+from torch.fx import Node
+
+from graphquant.config import QuantizationArgs
+from graphquant.plan import PlannedSite
+
+RECORD = "graphquant"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteRecord:
+    """One quantized tensor of a converted program; ``node`` is the tensor that was quantized."""
+
+    site: str
+    also: tuple[str, ...]
+    layer: int
+    module: str
+    node: str
+    dims: str
+    layout: tuple[str, int, int]
+    args: Mapping[str, Any]
+    scale_shape: str
+    amax: float | None
+    coverage: Mapping[str, int] | None
+
+    @classmethod
+    def of(cls, planned: PlannedSite, amax: float | None, coverage: Mapping[str, int] | None) -> "SiteRecord":
+        """The record of a planned site, with the amax that calibration saw."""
+        layout = planned.layout
+        return cls(
+            site=planned.key,
+            also=planned.keys[1:],
+            layer=planned.site.layer,
+            module=planned.site.module,
+            node=planned.site.node,
+            dims=layout.dims,
+            layout=(layout.kind, layout.heads, layout.head_dim),
+            args=planned.args.to_dict(),
+            scale_shape=planned.scale_shape,
+            amax=amax,
+            coverage=coverage,
+        )
+
+    @property
+    def quantization_args(self) -> QuantizationArgs:
+        """The arguments as a value."""
+        return QuantizationArgs.from_dict(dict(self.args))
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "SiteRecord":
+        """Read ``to_dict``'s form, extra keys left out."""
+        fields = {name: data[name] for name in cls.__dataclass_fields__}
+        return cls(**fields | {"also": tuple(data["also"]), "layout": tuple(data["layout"])})
+
+
+def records(program: ExportedProgram) -> Iterator[tuple[Node, SiteRecord]]:
+    """The dequantize nodes of a converted program with their records, in program order."""
+    for node in program.graph.nodes:
+        data = (node.meta.get("custom") or {}).get(RECORD)
+        if data and data.get("part") == "dequantize":
+            yield node, SiteRecord.from_dict(data)
