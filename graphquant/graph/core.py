@@ -125,7 +125,7 @@ def _scores(node: Node, inputs: frozenset[str], depth: int) -> Node | str:
 def _values(softmax: Node, inputs: frozenset[str]) -> Node | str:
     """The product P·V that reads a softmax's weights as its left operand, or the reason why there is none."""
     frontier: list[tuple[Node, int]] = [(softmax, 0)]
-    reason = f"nothing multiplies the weights {softmax.name} by values"
+    reason, misplaced = f"nothing multiplies the weights {softmax.name} by values", ""
     while frontier:
         node, depth = frontier.pop(0)
         for user in node.users:
@@ -133,9 +133,9 @@ def _values(softmax: Node, inputs: frozenset[str]) -> Node | str:
             if kind == "matmul":
                 if ops.factors(user)[0] is node and weight_of(user, inputs) is None:
                     return user
-                reason = f"{user.name} does not multiply the weights by values from the right; expected P·V"
+                misplaced = f"{user.name} does not multiply the weights by values from the right; expected P·V"
             elif kind in _TO_VALUES and depth < _MAX_DEPTH:
                 frontier.append((user, depth + 1))
-            elif kind not in ("shape", "other") or user.op == "output" or depth == 0:
+            elif kind != "shape":
                 reason = f"its weights go to {user.name} ({ops.op_name(user)}); expected a product P·V"
-    return reason
+    return misplaced or reason

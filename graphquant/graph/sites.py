@@ -75,7 +75,11 @@ class AttentionSites:
         return sum(len(layer.sites) for layer in self.layers)
 
     def __getitem__(self, key: str) -> Site:
-        return next(site for site in self if site.key == key)
+        found = next((site for site in self if site.key == key), None)
+        if found is None:
+            first = next((f", from {site.key}" for site in self), "")
+            raise KeyError(f"no site {key!r}; there are {len(self)}{first}")
+        return found
 
     def rows(self) -> list[dict[str, object]]:
         """One row a site: layer, site, module, node, dims, source."""

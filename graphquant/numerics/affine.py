@@ -26,7 +26,8 @@ def qparams_from_range(low: Tensor, high: Tensor, dtype: QuantDtype, symmetric: 
     """Scale (float32) and zero point (int32), both of the range's shape.
 
     Symmetric: s = max(|low|, |high|) / ``dtype.symmetric_bound``. Asymmetric: the range is first widened to hold 0,
-    s = (high − low)/(qmax − qmin), z = clamp(qmin − round(low/s), qmin, qmax) (compressed-tensors' formulas).
+    s = (high − low)/(qmax − qmin), z = clamp(qmin − round(low/s), qmin, qmax), and 0 for an empty range
+    (compressed-tensors' formulas).
 
     Raises:
         StrategyError: asymmetric fp8, which has no zero point.
@@ -40,9 +41,11 @@ def qparams_from_range(low: Tensor, high: Tensor, dtype: QuantDtype, symmetric: 
         raise StrategyError(f"{dtype.name} has no zero point: an asymmetric scheme needs an int or uint type")
     # Halves are subtracted so that a range wider than float32's largest value does not overflow.
     span = (high / 2 - low / 2) / ((dtype.qmax - dtype.qmin) / 2)
-    scale = _positive(span, high - low)
+    extent = high - low
+    scale = _positive(span, extent)
     zero_point = torch.clamp(dtype.qmin - torch.round(low / scale), dtype.qmin, dtype.qmax)
-    return scale, zero_point.to(torch.int32)
+    # Any code can stand for the 0 of an empty range; compressed-tensors takes 0.
+    return scale, torch.where(extent == 0, torch.zeros_like(zero_point), zero_point).to(torch.int32)
 
 
 def _positive(scale: Tensor, extent: Tensor) -> Tensor:

@@ -163,9 +163,11 @@ def _token_qparams(call: CallBuilder, x: Node, planned: PlannedSite) -> tuple[No
         extent = call(aten.sub.Tensor, high, low)
     floor = call(aten.clamp.default, raw, SMALLEST_STEP, None)
     dead = call(aten.full_like.default, raw, DEAD_STEP)
-    scale = call(aten.where.self, call(aten.gt.Scalar, extent, 0.0), floor, dead)
+    empty = call(aten.eq.Scalar, extent, 0.0)
+    scale = call(aten.where.self, empty, dead, floor)
     if symmetric:
         return scale, call(aten.full_like.default, scale, float(dtype.symmetric_zero_point))
     steps = call(aten.round.default, call(aten.div.Tensor, low, scale))
     shifted = call(aten.add.Tensor, call(aten.neg.default, steps), dtype.qmin)
-    return scale, call(aten.clamp.default, shifted, dtype.qmin, dtype.qmax)
+    zero_point = call(aten.clamp.default, shifted, dtype.qmin, dtype.qmax)
+    return scale, call(aten.where.self, empty, call(aten.full_like.default, zero_point, 0.0), zero_point)
