@@ -13,6 +13,7 @@ import graphquant as gq
 from graphquant.data import batches, split_rows, token_rows, topics_text
 from graphquant.files import check_writable, written_whole
 from graphquant.models import load_model
+from graphquant.progress import working
 
 RECIPE = Path(__file__).parent / "recipes" / "attention-int8.yaml"
 PROMPT = "Python is a programming language that"
@@ -28,12 +29,14 @@ def main() -> None:
     check_writable(options.output)
 
     print("loading SmolLM2-135M-Instruct (the first time: 93 MB to download, then about half a minute to unpack) …")
-    loaded = load_model("smollm2")
+    with working("loading"):
+        loaded = load_model("smollm2")
     rows = token_rows(loaded.tokenizer, topics_text(), 256)
     calibration_rows, evaluation_rows = split_rows(rows, options.samples, options.samples)
 
     print("capturing the model with torch.export …")
-    program = gq.capture(loaded.model)
+    with working("capturing"):
+        program = gq.capture(loaded.model)
     prepared = gq.prepare(program, gq.QuantizationConfig.from_recipe(RECIPE))
     gq.calibrate(prepared, batches(calibration_rows))
     quantized = gq.convert(prepared)
@@ -43,10 +46,11 @@ def main() -> None:
     print()
     print(gq.evaluate({"original": program, "quantized": quantized}, batches(evaluation_rows)))
 
-    with written_whole(options.output) as temporary:
+    with working("saving"), written_whole(options.output) as temporary:
         torch.export.save(quantized, temporary)
     print(f"\nsaved {options.output} ({options.output.stat().st_size / 1e6:.0f} MB); loading it again …")
-    again = torch.export.load(options.output)
+    with working("loading"):
+        again = torch.export.load(options.output)
     print(complete(again, loaded.tokenizer, PROMPT, options.new_tokens))
 
 

@@ -1,12 +1,14 @@
 """HF model → ``ExportedProgram``: one signature, dynamic batch and sequence, the model left as it was."""
 
 import copy
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
+from torch.fx import Node
 
 from graphquant.errors import CaptureError
 
@@ -29,16 +31,14 @@ def capture(
     the model allows it). The module, its config and its generation_config are not changed.
 
     Raises:
-        CaptureError: the model is in training mode, has no example, or cannot be exported.
+        CaptureError: the model has no example, cannot be exported, or would drop out values in training mode.
     """
     if isinstance(model, ExportedProgram):
         return model
     if not isinstance(model, nn.Module):
         raise CaptureError(f"expected an nn.Module or an ExportedProgram, found {type(model).__name__}")
-    if any(module.training for module in model.modules() if isinstance(module, nn.Dropout)):
-        raise CaptureError(
-            f"{type(model).__name__} is in training mode, and dropout would be captured: call model.eval()"
-        )
+    if isinstance(example_args, Tensor):
+        raise CaptureError("example_args is a tensor; expected a tuple of inputs, such as (x,)")
     if example_kwargs is None and not example_args:
         if not _is_hugging_face(model):
             raise CaptureError(
@@ -47,8 +47,9 @@ def capture(
             )
         return _capture_causal(model)
     kwargs = dict(example_kwargs or {})
-    shapes = _default_dynamic_shapes(tuple(example_args), kwargs) if dynamic_shapes is None else dynamic_shapes
-    return _export(model, tuple(example_args), kwargs, shapes)
+    args = tuple(example_args)
+    shapes = _default_dynamic_shapes(model, args, kwargs) if dynamic_shapes is None else dynamic_shapes
+    return _export(model, args, kwargs, shapes)
 
 
 def _is_hugging_face(model: nn.Module) -> bool:
@@ -93,21 +94,39 @@ def _logits_only(model: nn.Module) -> nn.Module:
     return shallow
 
 
-def _default_dynamic_shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _default_dynamic_shapes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """By the names of forward's parameters, which is the one form that torch.export takes for args and kwargs both."""
+    try:
+        given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    except TypeError as error:
+        raise CaptureError(f"the example inputs do not fit {type(model).__name__}.forward: {error}") from None
+
     def first_two(value: Any) -> Any:
         return dict.fromkeys(range(min(2, value.dim())), Dim.AUTO) if isinstance(value, Tensor) else None
 
-    dims = [torch.utils._pytree.tree_map(first_two, value) for value in args]
-    named = {name: torch.utils._pytree.tree_map(first_two, value) for name, value in kwargs.items()}
-    return (*dims, named) if args and named else tuple(dims) if args else named
+    return {name: torch.utils._pytree.tree_map(first_two, value) for name, value in given.items()}
 
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Any) -> ExportedProgram:
     try:
         with torch.no_grad():
-            return torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
+            program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
     except Exception as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CaptureError(
             f"torch.export could not export {type(model).__name__}: {type(error).__name__}: {first}"
         ) from error
+    if any(map(_drops_out, program.graph.nodes)):
+        raise CaptureError(
+            f"{type(model).__name__} is in training mode, and dropout would be captured: call model.eval()"
+        )
+    return program
+
+
+def _drops_out(node: Node) -> bool:
+    """Whether a node drops values at random, be it a dropout or an attention with dropout in it."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]
+    given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | node.kwargs
+    return given.get("dropout_p", 0.0) > 0.0 or (given.get("train") is True and given["p"] > 0.0)

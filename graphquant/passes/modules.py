@@ -56,7 +56,7 @@ class SiteObserver(_SiteModule):
     def __init__(self, planned: PlannedSite) -> None:
         super().__init__(planned)
         self.observer = planned.observer()
-        self.batches = 0
+        self.seen_batches = 0
         for name, value in self.observer.init(planned.grain).items():
             self.register_buffer(name, value)
 
@@ -79,12 +79,12 @@ class SiteObserver(_SiteModule):
         finite = updated["tokens"] == 0 or (updated["min"].isfinite() & updated["max"].isfinite()).all()
         if not finite:
             raise NonFiniteError(
-                f"{self.planned.site.where}: a NaN or Inf was observed in batch {self.batches} (counted from 0); look "
+                f"{self.planned.site.where}: a NaN or Inf was observed in batch {self.seen_batches} (counted from 0); look "
                 "for one in the model's weights or its inputs"
             )
         for name, value in updated.items():
             setattr(self, name, value)
-        self.batches += 1
+        self.seen_batches += 1
 
     def statistics(self) -> SiteStatistics:
         """A copy of what was seen so far."""
@@ -93,11 +93,11 @@ class SiteObserver(_SiteModule):
 
     def snapshot(self) -> tuple[dict[str, Tensor], int]:
         """The state as ``restore`` takes it; no copy, since an update replaces tensors and writes to none."""
-        return dict(self.named_buffers()), self.batches
+        return dict(self.named_buffers()), self.seen_batches
 
     def restore(self, snapshot: tuple[dict[str, Tensor], int]) -> None:
         """Go back to a snapshot."""
-        buffers, self.batches = snapshot
+        buffers, self.seen_batches = snapshot
         for name, value in buffers.items():
             setattr(self, name, value)
 
@@ -105,7 +105,7 @@ class SiteObserver(_SiteModule):
         """Forget everything."""
         for name, value in self.observer.init(self.planned.grain).items():
             self.get_buffer(name).copy_(value)
-        self.batches = 0
+        self.seen_batches = 0
 
 
 class SiteFakeQuant(_SiteModule):

@@ -122,6 +122,7 @@ def make_plan(sites: AttentionSites, config: QuantizationConfig) -> Quantization
     kept = [site for site in sites if site.key in choices and site.key not in ignored]
     if not kept:
         raise SelectorError(f"all {len(choices)} selected sites are ignored; nothing is left to quantize")
+    _check_whole_tensors(sites, kept)
     for site in kept:
         check_strategy(site.layout, choices[site.key].args.strategy, choices[site.key].args.group_size, site.where)
     planned = [_merge(group, {site.key: choices[site.key].args for site in group}) for group in _by_tensor(kept)]
@@ -146,6 +147,21 @@ def require_attention(sites: AttentionSites) -> None:
         "no attention core, softmax(Q·Kᵀ)·V, was matched in the program"
         + (f"; {len(sites.near_misses)} near misses: {misses}" if misses else "; it has no sdpa op and no softmax")
     )
+
+
+def _check_whole_tensors(sites: AttentionSites, kept: list[Site]) -> None:
+    """Refuse to quantize a tensor for one of its sites and not for another: the graph has it once."""
+    planned: dict[tuple[str, TensorLayout], Site] = {}
+    for site in kept:
+        planned.setdefault((site.node, site.layout), site)
+    chosen = {site.key for site in kept}
+    for site in sites:
+        twin = planned.get((site.node, site.layout))
+        if twin is not None and site.key not in chosen:
+            raise SelectorError(
+                f"{twin.key} and {site.key} are one tensor (node {site.node}), and only the first is selected: "
+                "select both, or ignore both"
+            )
 
 
 def _by_tensor(sites: Iterable[Site]) -> Iterable[list[Site]]:

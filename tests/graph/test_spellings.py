@@ -1,0 +1,74 @@
+"""Attention of plain modules: however it is written, the same nine sites, at nodes that compute what eager computes."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from graphquant.graph import find_attention
+from tests.graph.families import ROLES, graph_values
+from tests.graph.modules import HEAD_DIM, SPELLINGS, core_aten, eager_values, example, export
+from tests.graph.projections import KV_HEADS, PROJECTIONS, PastFirst, Projecting
+
+
+def inputs_of(module: nn.Module) -> tuple[Tensor, ...]:
+    if not isinstance(module, PastFirst):
+        return (example(),)
+    return (example(), *torch.randn(2, 2, KV_HEADS, 5, HEAD_DIM, generator=torch.Generator().manual_seed(2)))
+
+
+def check(exported: ExportedProgram, module: nn.Module, heads: tuple[int, int]) -> None:
+    sites = find_attention(exported)
+    assert sites.near_misses == ()
+    (layer,) = sites.layers
+    assert tuple(site.role for site in layer.sites) == ROLES
+    inputs = inputs_of(module)
+    seen, values = eager_values(module, *inputs), graph_values(exported, *inputs)
+    for site in layer.sites:
+        expected = seen["input"] if site.role not in seen else seen[site.role]
+        assert values[site.node].shape == expected.shape, site.key
+        torch.testing.assert_close(values[site.node], expected, rtol=1e-5, atol=1e-5, msg=site.key)
+        if not site.role.endswith(".input"):
+            assert (site.layout.heads, site.layout.head_dim) == (heads[site.role[0] != "q"], HEAD_DIM)
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+@pytest.mark.parametrize("decomposed", [False, True], ids=["training", "core"])
+def test_spellings_of_the_core(name: str, decomposed: bool) -> None:
+    """In training IR with dynamic dims, in core ATen with static ones, which leaves dims of size 1 ambiguous."""
+    spelling = SPELLINGS[name]
+    module = spelling.module()
+    exported = core_aten(export(module, dynamic=False)) if decomposed else export(module)
+    check(exported, module, (spelling.heads, spelling.kv_heads))
+
+
+@pytest.mark.parametrize("name", ["one_head", "grouped_queries", "multi_query_broadcast", "one_copy_of_grouped_heads"])
+def test_dynamic_core_aten(name: str) -> None:
+    """The spellings whose merged batch and head dims are hardest to tell apart."""
+    spelling = SPELLINGS[name]
+    module = spelling.module()
+    check(core_aten(export(module)), module, (spelling.heads, spelling.kv_heads))
+
+
+@pytest.mark.parametrize("shape", [(1, 6), (2, 1), (1, 1), (4, 4)], ids=str)
+@pytest.mark.parametrize("name", ["one_head", "soft_cap", "multi_query_expand", "batched_matmul"])
+def test_static_shapes_that_look_like_heads(name: str, shape: tuple[int, int]) -> None:
+    """One token, one row, and as many rows and tokens as heads: no size tells the dims apart."""
+    spelling = SPELLINGS[name]
+    exported = export(spelling.module(), example(*shape), dynamic=False)
+    sites = find_attention(exported)
+    assert sites.near_misses == ()
+    assert [site.layout.heads for site in sites if site.role.endswith("_states")] == [
+        spelling.heads,
+        spelling.kv_heads,
+        spelling.kv_heads,
+    ]
+
+
+@pytest.mark.parametrize("kind", PROJECTIONS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("decomposed", [False, True], ids=["training", "core"])
+def test_ways_from_the_input_to_the_states(kind: type[Projecting], decomposed: bool) -> None:
+    torch.manual_seed(0)
+    module = kind()
+    exported = export(module, *inputs_of(module), dynamic=not decomposed)
+    check(core_aten(exported) if decomposed else exported, module, (4, KV_HEADS))
