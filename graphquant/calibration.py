@@ -60,6 +60,11 @@ class SiteStatistics:
                 f"{planned.key} was calibrated with observer {self.observer.name!r}, whose statistics cannot answer "
                 f"{observer.name!r}: calibrate with observer {observer.name!r}"
             )
+        if observer.kwargs_in_state and observer != self.observer:
+            raise CalibrationError(
+                f"{planned.key} was calibrated with {self.observer}, whose statistics cannot answer {observer}: "
+                "calibrate with these arguments"
+            )
         low, high = observer.range(self.state, planned.grain, args.dtype, args.symmetric)
         scale, zero_point = qparams_from_range(low, high, args.dtype, args.symmetric)
         if not bool((scale.isfinite() & (scale > 0)).all()):
@@ -108,11 +113,12 @@ class Calibration(Mapping[str, SiteStatistics]):
         Raises:
             CalibrationError: the two observed different sites, or with different observers.
         """
-        if [entry.keys for entry in self.entries] != [entry.keys for entry in later.entries]:
-            only = sorted(set(self) ^ set(later))
+        only = sorted(set(self) ^ set(later))
+        if only:
             raise CalibrationError(f"two calibrations of different sites do not merge; not in both: {', '.join(only)}")
         merged = []
-        for mine, theirs in zip(self.entries, later.entries, strict=True):
+        for mine in self.entries:
+            theirs = later[mine.keys[0]]
             if mine.observer != theirs.observer or mine.grain != theirs.grain:
                 raise CalibrationError(
                     f"{mine.keys[0]} was observed by {mine.observer} over {mine.grain} and by {theirs.observer} over "

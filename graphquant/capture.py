@@ -45,11 +45,11 @@ def capture(
                 f"{type(model).__name__} is no Hugging Face causal model, so capture needs example inputs: "
                 "capture(model, example_kwargs={...}) or example_args=(...)"
             )
-        return _capture_causal(model)
+        return _without_dropout(_capture_causal(model), model)
     kwargs = dict(example_kwargs or {})
     args = tuple(example_args)
     shapes = _default_dynamic_shapes(model, args, kwargs) if dynamic_shapes is None else dynamic_shapes
-    return _export(model, args, kwargs, shapes)
+    return _without_dropout(_export(model, args, kwargs, shapes), model)
 
 
 def _is_hugging_face(model: nn.Module) -> bool:
@@ -110,12 +110,16 @@ def _default_dynamic_shapes(model: nn.Module, args: tuple[Any, ...], kwargs: dic
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Any) -> ExportedProgram:
     try:
         with torch.no_grad():
-            program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
+            return torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
     except Exception as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CaptureError(
             f"torch.export could not export {type(model).__name__}: {type(error).__name__}: {first}"
         ) from error
+
+
+def _without_dropout(program: ExportedProgram, model: nn.Module) -> ExportedProgram:
+    """The program, where no node of it drops values at random."""
     if any(map(_drops_out, program.graph.nodes)):
         raise CaptureError(
             f"{type(model).__name__} is in training mode, and dropout would be captured: call model.eval()"
@@ -129,4 +133,5 @@ def _drops_out(node: Node) -> bool:
         return False
     names = [argument.name for argument in node.target._schema.arguments]
     given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | node.kwargs
-    return given.get("dropout_p", 0.0) > 0.0 or (given.get("train") is True and given["p"] > 0.0)
+    share = given.get("p", given.get("dropout", 0.0)) if given.get("train") is True else given.get("dropout_p", 0.0)
+    return bool(share > 0.0)

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
-from torch.fx import GraphModule
 
 from graphquant.errors import ConfigError, ConvertError, DataError, ModelError, NonFiniteError
 from graphquant.loops import Batch, each_batch, modes_restored, runnable
@@ -138,7 +137,7 @@ def _callable(name: str, model: Model) -> Iterator[Callable[..., Any]]:
     """The model as a function of a batch, in the state in which it is to be evaluated."""
     if isinstance(model, ExportedProgram):
         yield runnable(model)
-    elif isinstance(model, GraphModule) and _is_prepared(model):
+    elif isinstance(model, nn.Module) and _is_prepared(model):
         with modes_restored(model):
             set_mode(model, "fake_quant")
             yield model
@@ -159,7 +158,7 @@ def _callable(name: str, model: Model) -> Iterator[Callable[..., Any]]:
         )
 
 
-def _is_prepared(model: GraphModule) -> bool:
+def _is_prepared(model: nn.Module) -> bool:
     try:
         origin_of(model)
     except ConvertError:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 from tqdm import tqdm
@@ -61,6 +61,10 @@ def each_batch(batches: Iterable[Batch], what: str, progress: bool) -> Iterator[
                 f"batch {count} is a {type(batch).__name__}; expected a dict such as "
                 "{'input_ids': …, 'attention_mask': …}"
             )
+        for name, value in batch.items():
+            leaves = torch.utils._pytree.tree_leaves(value)
+            if not all(leaf is None or isinstance(leaf, Tensor | bool) for leaf in leaves):
+                raise DataError(f"batch {count}: {name!r} is a {type(value).__name__}; expected a tensor")
         yield batch
         count += 1
     if not count:
@@ -68,7 +72,7 @@ def each_batch(batches: Iterable[Batch], what: str, progress: bool) -> Iterator[
 
 
 @contextmanager
-def modes_restored(prepared: GraphModule) -> Iterator[None]:
+def modes_restored(prepared: nn.Module) -> Iterator[None]:
     """Leave every observer and fake-quant module as enabled as it was, whatever happens inside."""
     origin_of(prepared)
     modules = [*observers(prepared), *fake_quants(prepared)]

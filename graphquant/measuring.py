@@ -4,7 +4,6 @@ Both give the same figures: each site's tensor as it is with all the other sites
 values, padding left out.
 """
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -22,7 +21,7 @@ from graphquant.numerics.affine import clipped
 from graphquant.numerics.strategies import LayoutKind
 from graphquant.passes.modules import kept_rows
 from graphquant.passes.prepared import fake_quants, set_mode
-from graphquant.records import SiteRecord, records
+from graphquant.records import SiteRecord, node_name, records
 
 
 @dataclass(frozen=True)
@@ -164,7 +163,7 @@ class _Meter(Interpreter):
         self.errors = {key: ErrorSums() for key in self.sites}
         # By the name that convert gives, and not by the record alone: other passes rename nodes, and then the node of
         # a record's name may be another tensor.
-        self._keys = {re.sub(r"\W", "_", key) + "_dequantize": key for key in self.sites}
+        self._keys = {node_name(key) + "_dequantize": key for key in self.sites}
         names = {node.name for node in self.graph.nodes}
         lost = [key for name, key in self._keys.items() if not {name, self.sites[key].source} <= names]
         if lost:

@@ -3,6 +3,7 @@
 torch.export saves that field with the program, so a report needs nothing but the program, also after loading.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from graphquant.config import QuantizationArgs
+from graphquant.errors import ConvertError
 from graphquant.plan import PlannedSite
 
 RECORD = "graphquant"
@@ -64,6 +66,25 @@ class SiteRecord:
         """Read ``to_dict``'s form, extra keys left out."""
         fields = {name: data[name] for name in cls.__dataclass_fields__}
         return cls(**fields | {"also": tuple(data["also"]), "layout": tuple(data["layout"])})
+
+
+def node_name(key: str) -> str:
+    """A site's key as the start of a node's name: fx takes letters, digits and underscores, no digit first."""
+    name = re.sub(r"\W", "_", key.replace("#", "_call"))
+    return f"_{name}" if name[0].isdigit() else name
+
+
+def refuse_converted(program: ExportedProgram) -> None:
+    """Refuse a program that was converted already: its sites are quantized, and its report would be half true.
+
+    Raises:
+        ConvertError: naming a site.
+    """
+    for _, record in records(program):
+        raise ConvertError(
+            f"the program was converted before ({record.site} is quantized): give the original program, and one config "
+            "with all that is to be quantized"
+        )
 
 
 def records(program: ExportedProgram) -> Iterator[tuple[Node, SiteRecord]]:

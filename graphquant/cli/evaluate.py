@@ -26,9 +26,7 @@ from graphquant.tables import check_format
 def evaluate(
     context: typer.Context,
     model: ModelArgument,
-    files: Annotated[
-        list[Path], typer.Argument(metavar="FILE.pt2...", help="What quantize wrote.", show_default=False)
-    ],
+    files: Annotated[list[Path], typer.Argument(metavar="FILE.pt2", help="What quantize wrote.", show_default=False)],
     tokenizer: Tokenizer = None,
     data: Data = None,
     samples: Samples = 8,

@@ -5,12 +5,11 @@ import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from graphquant.capture import capture
 from graphquant.cli.console import Console
@@ -19,9 +18,12 @@ from graphquant.config.reading import located
 from graphquant.data import batches, read_text, split_rows, token_rows, topics_text
 from graphquant.errors import ConfigError, DataError, ModelError
 from graphquant.graph import find_attention
-from graphquant.models import check_finite_weights, load_model
+from graphquant.models import check_finite_weights, load_model, load_tokenizer
 from graphquant.models.weights import failing_as
 from graphquant.plan.plan import require_attention
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Batches = list[dict[str, Tensor]]
 
@@ -50,7 +52,7 @@ class Source:
     """What MODEL named: a module, or a saved program, which has a tokenizer only if one was named beside it."""
 
     model: nn.Module | ExportedProgram
-    tokenizer: PreTrainedTokenizerBase | None
+    tokenizer: "PreTrainedTokenizerBase | None"
     name: str
 
     @classmethod
@@ -111,20 +113,6 @@ def load_program(path: Path) -> ExportedProgram:
         if broken is not None:
             raise ModelError(f"{path} is damaged: {broken} in it does not match its checksum; write it anew")
         return torch.export.load(path)
-
-
-def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
-    """Load a model's tokenizer, without its weights where they are apart.
-
-    Raises:
-        ModelError: there is none.
-    """
-    if source == "smollm2" or source.lower().endswith(".gguf"):
-        return load_model(source).tokenizer
-    with failing_as(f"cannot load a tokenizer from {source}"):
-        local = Path(source).is_dir()
-        tokenizer: Any = AutoTokenizer.from_pretrained(source, local_files_only=local, trust_remote_code=False)
-    return cast(PreTrainedTokenizerBase, tokenizer)
 
 
 def read_config(path: Path) -> QuantizationConfig:

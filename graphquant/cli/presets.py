@@ -13,7 +13,7 @@ from graphquant.tables import render
 
 
 def presets(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Print this one.", show_default=False)] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Print this one.", show_default=False)] = None,
     json: JsonFlag = False,
     format: Format = "simple",
 ) -> None:

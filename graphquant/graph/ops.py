@@ -45,6 +45,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "embedding": ("embedding",),
     "shape": ("sym_size", "_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size"),
 }
+_NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"  # torch.export's entry for a node of no module
 _KIND_OF = {f"aten::{name}": kind for kind, names in KINDS.items() for name in names}
 
 
@@ -120,6 +121,8 @@ def stack(node: Node) -> list[tuple[str, str]]:
     entries = node.meta.get("nn_module_stack") or {}
     frames = []
     for path, cls in entries.values():
+        if path == _NO_MODULE:
+            continue
         name = cls if isinstance(cls, str) else getattr(cls, "__name__", str(cls))
         frames.append((str(path), name.rsplit(".", 1)[-1]))
     return frames

@@ -13,7 +13,7 @@ with a missing, misshapen, NaN or Inf weight is refused. Only a hub id can make 
 """
 
 from graphquant.models.cache import cache_dir
-from graphquant.models.load import LoadedModel, load_model
+from graphquant.models.load import LoadedModel, load_model, load_tokenizer
 from graphquant.models.smollm2 import (
     SMOLLM2_FILE,
     SMOLLM2_REQUIREMENT,
@@ -33,4 +33,5 @@ __all__ = [
     "check_finite_weights",
     "fetch_smollm2",
     "load_model",
+    "load_tokenizer",
 ]

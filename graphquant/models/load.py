@@ -58,6 +58,20 @@ def load_model(
         raise ModelError(f"{path} is a file that does not end in .gguf: expected {_KINDS}")
 
 
+def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
+    """Load a model's tokenizer, without its weights where they are apart.
+
+    Raises:
+        ModelError: there is none.
+    """
+    if source == "smollm2" or source.lower().endswith(".gguf"):
+        return load_model(source).tokenizer
+    with failing_as(f"cannot load a tokenizer from {source}"):
+        local = Path(source).is_dir()
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, local_files_only=local, trust_remote_code=False)
+    return tokenizer
+
+
 def _local_path(source: str | PurePath) -> Path | None:
     text = os.fspath(source)
     path = Path(text).expanduser()

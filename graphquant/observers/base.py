@@ -53,8 +53,8 @@ class Observer(ABC):
     """Base of the observers; a subclass is a frozen dataclass whose fields are its ``observer_kwargs``."""
 
     name: ClassVar[str]
-    any_strategy: ClassVar[bool] = True
-    """Whether one state answers every static strategy, or only the one it was collected for."""
+    kwargs_in_state: ClassVar[bool] = False
+    """Whether a state depends on the observer's arguments, and so answers those alone."""
 
     def init(self, grain: Grain) -> dict[str, Tensor]:
         """The state of an observer that has seen nothing."""

@@ -29,7 +29,7 @@ class MovingAverageObserver(Observer):
     averaging_constant: float = 0.01
 
     name = "moving_average"
-    any_strategy = False
+    kwargs_in_state = True
 
     def __post_init__(self) -> None:
         check_number(self.name, "averaging_constant", self.averaging_constant, 0.0, 1.0)

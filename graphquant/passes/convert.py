@@ -1,6 +1,5 @@
 """``convert``: the original program with a quantize/dequantize pair at every planned site, its qparams as constants."""
 
-import re
 from typing import Any
 
 import torch
@@ -15,8 +14,8 @@ from graphquant.graph import AttentionSites, find_attention
 from graphquant.passes.dialects import Emit, Names, Qparams, dialect
 from graphquant.passes.editor import ProgramEditor, readers, refuse_in_place
 from graphquant.passes.prepared import calibration_of, origin_of, require_calibrated
-from graphquant.plan import PlannedSite, QuantizationPlan, make_plan
-from graphquant.records import RECORD, SiteRecord
+from graphquant.plan import PlannedSite, QuantizationPlan, check_config, make_plan
+from graphquant.records import RECORD, SiteRecord, node_name, refuse_converted
 
 
 def convert(
@@ -39,9 +38,11 @@ def convert(
         ConvertError: the source is neither, the dialect is unknown, or a site cannot be rewritten.
     """
     emit = _dialect(dialect)
+    _check_types(calibration, config)
     if isinstance(source, ExportedProgram):
         if calibration is None or config is None:
             raise ConvertError("convert(program, calibration, config) needs all three; a prepared module needs neither")
+        refuse_converted(source)
         program, state_dict, sites = source, source.state_dict, find_attention(source)
         plan = make_plan(sites, config)
     else:
@@ -59,19 +60,34 @@ def convert(
 _dialect = dialect
 
 
+def _check_types(calibration: object, config: object) -> None:
+    if calibration is not None and not isinstance(calibration, Calibration):
+        raise ConvertError(
+            f"expected a Calibration, found {type(calibration).__name__}; a saved one is read by Calibration.load(path)"
+        )
+    if config is not None:
+        check_config(config)
+
+
 def _current_weights(prepared: nn.Module, program: ExportedProgram) -> dict[str, Tensor]:
     """The program's state dict with the prepared module's parameters, on the program's device and in its dtype.
 
     Buffers are the program's own: a prepared module's cache has been written to.
     """
     current = dict(prepared.named_parameters(remove_duplicate=False))
+    first_name = {id(value): name for name, value in program.state_dict.items() if name in current}
     weights: dict[str, Tensor] = {}
     for name, original in program.state_dict.items():
         weights[name] = original
         if isinstance(original, nn.Parameter):
-            value = current[name].detach().to(original.device, original.dtype)
+            # Strict exports drop the second name of a tied parameter, and parameters that nothing reads.
+            trained = current.get(name, current.get(first_name.get(id(original), "")))
+            if trained is None:
+                continue
+            value = trained.detach().to(original.device, original.dtype)
             if value.data_ptr() != original.data_ptr() or value.shape != original.shape:
-                weights[name] = nn.Parameter(value, original.requires_grad)
+                # A copy: training that goes on must not reach into what was converted.
+                weights[name] = nn.Parameter(value.clone(), original.requires_grad)
     return weights
 
 
@@ -83,7 +99,7 @@ def _rewrite(
         x = editor.nodes[planned.site.node]
         refuse_in_place(x, planned)
         users = readers(x, planned, sites, editor.nodes)
-        prefix = re.sub(r"\W", "_", planned.key)
+        prefix = node_name(planned.key)
         qparams, amax = _constants(editor, planned, calibration)
         names = Names(f"{prefix}_quantize", f"{prefix}_dequantize")
         quantized, dequantized = emit(editor.after(x), x, planned, qparams, names)

@@ -55,12 +55,13 @@ def emit_aten(
     """The pair in plain arithmetic; without qparams they are computed per token in the graph."""
     args = planned.args
     wide = _to(call, x, torch.float32)
-    if qparams is None:
-        scale, zero_point = _token_qparams(call, wide, planned)
-    else:
-        scale, zero_point = (_expand(call, node, planned) for node in qparams[:2])
     # A symmetric zero point of 0 is left out: adding it changes no code.
     shifted = not args.dtype.is_float and not (args.symmetric and args.dtype.symmetric_zero_point == 0)
+    if qparams is None:
+        scale, zero_point = _token_qparams(call, wide, planned, shifted)
+    else:
+        scale = _expand(call, qparams.scale, planned)
+        zero_point = _expand(call, qparams.zero_point, planned) if shifted else None
     codes = call(aten.mul.Tensor, wide, call(aten.reciprocal.default, scale))
     if not args.dtype.is_float:
         codes = call(aten.round.default, codes)
@@ -149,8 +150,8 @@ def _to(call: CallBuilder, x: Node, dtype: torch.dtype) -> Node:
     return x if x.meta["val"].dtype == dtype else call(aten._to_copy.default, x, dtype=dtype)
 
 
-def _token_qparams(call: CallBuilder, x: Node, planned: PlannedSite) -> tuple[Node, Node]:
-    """``numerics.dynamic_qparams`` node for node."""
+def _token_qparams(call: CallBuilder, x: Node, planned: PlannedSite, shifted: bool) -> tuple[Node, Node | None]:
+    """``numerics.dynamic_qparams`` node for node, the zero point where codes are ``shifted`` by it."""
     dtype, symmetric = planned.args.dtype, planned.args.symmetric
     low = call(aten.clamp.default, call(aten.amin.default, x, [-1], True), None, 0.0)
     high = call(aten.clamp.default, call(aten.amax.default, x, [-1], True), 0.0, None)
@@ -166,8 +167,8 @@ def _token_qparams(call: CallBuilder, x: Node, planned: PlannedSite) -> tuple[No
     empty = call(aten.eq.Scalar, extent, 0.0)
     scale = call(aten.where.self, empty, dead, floor)
     if symmetric:
-        return scale, call(aten.full_like.default, scale, float(dtype.symmetric_zero_point))
+        return scale, call(aten.full_like.default, scale, float(dtype.symmetric_zero_point)) if shifted else None
     steps = call(aten.round.default, call(aten.div.Tensor, low, scale))
-    shifted = call(aten.add.Tensor, call(aten.neg.default, steps), dtype.qmin)
-    zero_point = call(aten.clamp.default, shifted, dtype.qmin, dtype.qmax)
+    code = call(aten.add.Tensor, call(aten.neg.default, steps), dtype.qmin)
+    zero_point = call(aten.clamp.default, code, dtype.qmin, dtype.qmax)
     return scale, call(aten.where.self, empty, call(aten.full_like.default, zero_point, 0.0), zero_point)

@@ -18,6 +18,7 @@ from torch.fx.node import map_arg
 from graphquant.errors import ConvertError
 from graphquant.graph import AttentionSites, ops
 from graphquant.plan import PlannedSite
+from graphquant.records import node_name
 
 
 def rebuild(
@@ -33,7 +34,7 @@ def rebuild(
     """
     return ExportedProgram(
         root=program.graph_module,
-        graph=copy.deepcopy(program.graph) if graph is None else graph,
+        graph=copied_graph(program) if graph is None else graph,
         graph_signature=program.graph_signature if signature is None else signature,
         state_dict=dict(program.state_dict if state_dict is None else state_dict),
         range_constraints=program.range_constraints,
@@ -44,12 +45,20 @@ def rebuild(
     )
 
 
+def copied_graph(program: ExportedProgram) -> Graph:
+    """A copy of a program's graph with the names that its signature knows (fx renames ``input`` and other builtins)."""
+    graph: Graph = copy.deepcopy(program.graph)
+    for original, node in zip(program.graph.nodes, graph.nodes, strict=True):
+        node.name = original.name
+    return graph
+
+
 class ProgramEditor:
     """A copy of a program's graph under edit; ``finish`` makes it a program, the original is never touched."""
 
     def __init__(self, program: ExportedProgram, state_dict: Mapping[str, Tensor]) -> None:
         self.program = program
-        self.graph: Graph = copy.deepcopy(program.graph)
+        self.graph: Graph = copied_graph(program)
         self.nodes: dict[str, Node] = {node.name: node for node in self.graph.nodes}
         self.state_dict = dict(state_dict)
         self._specs: list[InputSpec] = []
@@ -66,13 +75,15 @@ class ProgramEditor:
 
     def constant(self, target: str, value: Tensor) -> Node:
         """A new persistent buffer of the program, named ``target`` in its state dict."""
-        name = "b_" + "".join(char if char.isalnum() else "_" for char in target)
+        name = f"b_{node_name(target)}"
         if target in self.state_dict:
             raise ConvertError(f"the program already has a tensor named {target}: it was converted before")
         with self.graph.inserting_before(self._before):
             node: Node = self.graph.placeholder(name)
         if node.name != name:
-            raise ConvertError(f"the program already has a node named {name}: it was converted before")
+            raise ConvertError(
+                f"the program already has a node named {name}: two modules have the same name but for punctuation"
+            )
         with self._fake_mode:
             node.meta["val"] = torch.empty(value.shape, dtype=value.dtype, device=value.device)
         self._specs.append(InputSpec(InputKind.BUFFER, TensorArgument(name=node.name), target, persistent=True))

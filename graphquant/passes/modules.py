@@ -36,6 +36,7 @@ class _SiteModule(nn.Module):
     def __init__(self, planned: PlannedSite) -> None:
         super().__init__()
         self.planned = planned
+        self.origin: Any = None  # of the prepared module that this is a part of
         self.enabled = False
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "_SiteModule":
@@ -79,8 +80,8 @@ class SiteObserver(_SiteModule):
         finite = updated["tokens"] == 0 or (updated["min"].isfinite() & updated["max"].isfinite()).all()
         if not finite:
             raise NonFiniteError(
-                f"{self.planned.site.where}: a NaN or Inf was observed in batch {self.seen_batches} (counted from 0); look "
-                "for one in the model's weights or its inputs"
+                f"{self.planned.site.where}: a NaN or Inf was observed in batch {self.seen_batches} (counted from 0); "
+                "look for one in the model's weights or its inputs"
             )
         for name, value in updated.items():
             setattr(self, name, value)

@@ -1,7 +1,5 @@
 """``prepare``: the program as a GraphModule, with an observer and a fake-quant module at every planned site."""
 
-import re
-
 import torch
 from torch import nn
 from torch.export import ExportedProgram
@@ -9,13 +7,14 @@ from torch.fx import Graph, GraphModule, Node
 
 from graphquant.capture import capture
 from graphquant.config import QuantizationConfig
-from graphquant.errors import ConfigError
+from graphquant.errors import ConfigError, ConvertError
 from graphquant.graph import find_attention
 from graphquant.passes.editor import insertion_point, readers, refuse_in_place
 from graphquant.passes.modules import SiteFakeQuant, SiteObserver
 from graphquant.passes.prepared import Origin, attach, set_mode
 from graphquant.passes.unlift import Unlifted
-from graphquant.plan import PlannedSite, make_plan
+from graphquant.plan import PlannedSite, check_config, make_plan
+from graphquant.records import node_name, refuse_converted
 
 _DEFAULT_MASK = "attention_mask"
 
@@ -31,13 +30,11 @@ def prepare(
     Raises:
         CaptureError, NoAttentionError, SelectorError, StrategyError: see ``capture`` and ``make_plan``.
         ConfigError: the config is no QuantizationConfig, or the mask is not 2-D or not there.
+        ConvertError: the program was converted before, or a site cannot be rewritten.
     """
-    if not isinstance(config, QuantizationConfig):
-        raise ConfigError(
-            f"expected a QuantizationConfig, found {type(config).__name__}; make one with "
-            "QuantizationConfig.from_dict, from_recipe, or preset(name)"
-        )
+    check_config(config)
     program = capture(model)
+    refuse_converted(program)
     sites = find_attention(program)
     plan = make_plan(sites, config)
     unlifted = Unlifted(program)
@@ -61,6 +58,12 @@ def _mask_node(graph: Graph, name: str | None) -> Node | None:
             f"the program has no input {name!r} that could be the padding mask; it has {', '.join(inputs)}"
         )
     node = inputs.get(name or "")
+    nested = [other for other in inputs if name == _DEFAULT_MASK and node is None and other.endswith(_DEFAULT_MASK)]
+    if nested:
+        raise ConfigError(
+            f"is the input {nested[0]!r} the padding mask? Then give padding_mask={nested[0]!r}; else give "
+            "padding_mask=None, which counts every position"
+        )
     if node is None or not isinstance(node.meta.get("val"), torch.Tensor):
         return None
     if node.meta["val"].dim() != 2:
@@ -72,11 +75,14 @@ def _mask_node(graph: Graph, name: str | None) -> Node | None:
 
 
 def _insert(unlifted: Unlifted, node: Node, users: list[Node], planned: PlannedSite, mask: Node | None) -> None:
-    name = re.sub(r"\W", "_", planned.key)
+    name = node_name(planned.key)
+    device = node.meta["val"].device
     point, last = insertion_point(node), node
     for suffix, module in (("observer", SiteObserver(planned)), ("fake_quant", SiteFakeQuant(planned))):
         target = f"graphquant_{suffix}s.{name}"
-        unlifted.attributes[target] = module
+        if target in unlifted.attributes:
+            raise ConvertError(f"{planned.site.where}: another site is called {name} too; rename one of the modules")
+        unlifted.attributes[target] = module.to(device)
         args = (last,) if mask is None else (last, mask)
         with unlifted.graph.inserting_after(point):
             point = last = unlifted.graph.create_node("call_module", target, args, name=f"{name}_{suffix}")

@@ -22,8 +22,6 @@ from graphquant.plan import QuantizationPlan
 
 Mode = Literal["observe", "fake_quant", "off"]
 MODES = ("observe", "fake_quant", "off")
-_META_KEY = "graphquant"
-_ATTRIBUTE = "_graphquant_origin"
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,9 +54,9 @@ def _restore(program: bytes, sites: AttentionSites, plan: QuantizationPlan) -> O
 
 
 def attach(prepared: GraphModule, origin: Origin) -> None:
-    """Give a prepared module its origin: in ``meta`` for deepcopy, as an attribute for pickle."""
-    prepared.meta[_META_KEY] = origin
-    setattr(prepared, _ATTRIBUTE, origin)
+    """Give a prepared module its origin, by way of its observers: what else it had, deepcopy or pickle would drop."""
+    for observer in observers(prepared):
+        observer.origin = origin
 
 
 def origin_of(prepared: nn.Module) -> Origin:
@@ -67,8 +65,10 @@ def origin_of(prepared: nn.Module) -> Origin:
     Raises:
         ConvertError: the module was not made by ``prepare``.
     """
-    meta = getattr(prepared, "meta", {})
-    origin = meta.get(_META_KEY) or getattr(prepared, _ATTRIBUTE, None)
+    module = getattr(prepared, "_orig_mod", prepared)  # behind torch.compile
+    origin = (
+        next((observer.origin for observer in observers(module)), None) if isinstance(module, GraphModule) else None
+    )
     if not isinstance(origin, Origin):
         raise ConvertError(
             f"expected a module made by prepare(model, config), found {type(prepared).__name__} without its plan"
@@ -88,8 +88,9 @@ def fake_quants(prepared: nn.Module) -> list[SiteFakeQuant]:
 
 def calibration_of(prepared: nn.Module) -> Calibration:
     """All that the observers of a prepared module have seen so far, as a value."""
-    origin_of(prepared)
-    return Calibration([observer.statistics() for observer in observers(prepared)])
+    order = {planned.key: index for index, planned in enumerate(origin_of(prepared).plan)}
+    seen = sorted(observers(prepared), key=lambda observer: order[observer.planned.key])
+    return Calibration([observer.statistics() for observer in seen])
 
 
 def set_mode(prepared: nn.Module, mode: Mode) -> None:

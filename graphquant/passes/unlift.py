@@ -5,7 +5,6 @@ own parameter objects. Here parameters are new objects over shared storage (so `
 program alone) and buffers are copies (so a cache that calibration writes to stays zero in the program).
 """
 
-import copy
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 
 from graphquant.errors import ConvertError
+from graphquant.passes.editor import copied_graph
 
 _ATTRIBUTES = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
@@ -24,7 +24,7 @@ class Unlifted:
     """A graph to be edited, with attributes in place of lifted inputs, and the modules and tensors it refers to."""
 
     def __init__(self, program: ExportedProgram) -> None:
-        self.graph: Graph = copy.deepcopy(program.graph)
+        self.graph: Graph = copied_graph(program)
         self.attributes: dict[str, Any] = dict(_submodules(program))
         self._signature = program.module_call_graph[0].signature
         tensors = _own_tensors(program)

@@ -1,5 +1,5 @@
 """Config × sites → QuantizationPlan: every decision about a conversion, as one value that prints."""
 
-from graphquant.plan.plan import PlannedSite, QuantizationPlan, make_plan
+from graphquant.plan.plan import PlannedSite, QuantizationPlan, check_config, make_plan
 
-__all__ = ["PlannedSite", "QuantizationPlan", "make_plan"]
+__all__ = ["PlannedSite", "QuantizationPlan", "check_config", "make_plan"]

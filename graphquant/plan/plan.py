@@ -7,7 +7,7 @@ from typing import Any
 from tabulate import tabulate
 
 from graphquant.config import QuantizationArgs, QuantizationConfig
-from graphquant.errors import NoAttentionError, SelectorError
+from graphquant.errors import ConfigError, NoAttentionError, SelectorError
 from graphquant.graph import AttentionSites, Site
 from graphquant.numerics import TensorLayout, check_strategy
 from graphquant.observers import Observer, make_observer
@@ -108,6 +108,19 @@ class QuantizationPlan:
         return self.table()
 
 
+def check_config(config: object) -> None:
+    """Refuse anything but a QuantizationConfig, before any work is done for it.
+
+    Raises:
+        ConfigError: saying how to make one.
+    """
+    if not isinstance(config, QuantizationConfig):
+        raise ConfigError(
+            f"expected a QuantizationConfig, found {type(config).__name__}; make one with "
+            "QuantizationConfig.from_dict, from_recipe, or preset(name)"
+        )
+
+
 def make_plan(sites: AttentionSites, config: QuantizationConfig) -> QuantizationPlan:
     """Decide for every site of a program whether and how it is quantized.
 
@@ -117,8 +130,8 @@ def make_plan(sites: AttentionSites, config: QuantizationConfig) -> Quantization
         StrategyError: a strategy that a selected site cannot take.
     """
     require_attention(sites)
-    choices = choose(sites, config)
     ignored = ignored_sites(sites, config.ignore)
+    choices = choose(sites, config, ignored)
     kept = [site for site in sites if site.key in choices and site.key not in ignored]
     if not kept:
         raise SelectorError(f"all {len(choices)} selected sites are ignored; nothing is left to quantize")
@@ -156,6 +169,8 @@ def _check_whole_tensors(sites: AttentionSites, kept: list[Site]) -> None:
         planned.setdefault((site.node, site.layout), site)
     chosen = {site.key for site in kept}
     for site in sites:
+        if site.role.endswith(".input"):
+            continue  # one projection may read the quantized tensor and another the original
         twin = planned.get((site.node, site.layout))
         if twin is not None and site.key not in chosen:
             raise SelectorError(

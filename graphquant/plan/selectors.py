@@ -26,8 +26,8 @@ class Choice:
     args: QuantizationArgs
 
 
-def choose(sites: AttentionSites, config: QuantizationConfig) -> dict[str, Choice]:
-    """The winning wish for every selected site, by site key.
+def choose(sites: AttentionSites, config: QuantizationConfig, ignored: frozenset[str]) -> dict[str, Choice]:
+    """The winning wish for every selected site, by site key; sites that are ignored may be wished for as one likes.
 
     Raises:
         SelectorError: a target or field that selects nothing, or two wishes of one priority that differ.
@@ -39,10 +39,23 @@ def choose(sites: AttentionSites, config: QuantizationConfig) -> dict[str, Choic
     kv = config.kv_cache_scheme
     for role, args in (("key_states", kv.key), ("value_states", kv.value)) if kv else ():
         if args is not None:
-            for site in sites:
-                if site.role == role:
-                    wishes.setdefault(site.key, []).append(Choice("kv_cache_scheme", ROLE, args))
-    return {key: _winner(key, choices) for key, choices in wishes.items()}
+            for site in _one_a_layer(sites, role, ignored):
+                wishes.setdefault(site.key, []).append(Choice("kv_cache_scheme", ROLE, args))
+    return {key: choices[0] if key in ignored else _winner(key, choices) for key, choices in wishes.items()}
+
+
+def _one_a_layer(sites: AttentionSites, role: str, ignored: frozenset[str]) -> Iterable[Site]:
+    """The site of a role in every layer; a layer without it must be ignored, or a cache would be half quantized."""
+    for layer in sites.layers:
+        site = layer.site(role)
+        if site is not None:
+            yield site
+        elif not all(other.key in ignored for other in layer.sites):
+            reasons = [m.reason for m in sites.near_misses if m.what == role and m.path.startswith(layer.path)]
+            raise SelectorError(
+                f"kv_cache_scheme wants the {role} of every layer, and {layer.path} has none that was matched"
+                f"{': ' + reasons[0] if reasons else ''}; leave the layer out with ignore: [{layer.path}]"
+            )
 
 
 def _winner(key: str, choices: list[Choice]) -> Choice:

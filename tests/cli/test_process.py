@@ -78,6 +78,21 @@ def test_a_reader_that_stops_early_sees_no_traceback(workspace: Workspace) -> No
 
 
 @pytest.mark.slow
+def test_a_full_disk_is_an_error_and_not_the_end_of_the_process(workspace: Workspace, here: Path) -> None:
+    # torch's C++ writer calls std::terminate if an error passes through it.
+    script = here / "limited.py"
+    script.write_text(
+        "import resource\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))\n"
+        "import torch; torch.set_num_threads(1)\n"
+        "from graphquant.cli import app; app()\n"
+    )
+    done = run(*workspace.quantize(), "--no-measure", "--quiet", command=(sys.executable, str(script)))
+    assert done == (1, "", "error: cannot write out.pt2: File too large\n")
+    assert [path.name for path in here.iterdir()] == ["limited.py"]
+
+
+@pytest.mark.slow
 def test_smollm2_offline(here: Path) -> None:
     arguments = ("--preset", "int4-kproj-v", "--output", "out.pt2", "--samples", 2, "--evaluate", "--json")
     code, out, err = run("quantize", "smollm2", *arguments)

@@ -6,7 +6,17 @@ import pytest
 import torch
 
 from graphquant.graph import find_attention
-from tests.graph.families import CASES, FAMILIES, IMPLEMENTATIONS, ROLES, batch, eager_values, graph_values, program
+from tests.graph.families import (
+    CASES,
+    FAMILIES,
+    IMPLEMENTATIONS,
+    ROLES,
+    batch,
+    eager_values,
+    graph_values,
+    model,
+    program,
+)
 
 # A decomposition takes 4 s: where the attention of two cases is one piece of code, one of them is enough.
 DECOMPOSED = [
@@ -29,6 +39,8 @@ def test_sites(name: str, implementation: str, decomposed: bool) -> None:
     sites = find_attention(program(name, implementation, decomposed))
     assert sites.near_misses == ()
     assert len(sites.layers) == family.layers
+    modules = {path: type(module).__name__ for path, module in model(name, implementation).named_modules()}
+    assert dict(sites.modules).items() <= modules.items()
     for index, layer in enumerate(sites.layers):
         path = f"model.layers.{index}.self_attn"
         assert (layer.index, layer.path, layer.module_class) == (index, path, f"{family.config}Attention")

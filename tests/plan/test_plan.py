@@ -81,29 +81,27 @@ def test_inputs_that_are_one_tensor(llama_sites: AttentionSites) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "message"),
+    ("wanted", "roles"),
     [
-        (
-            config(*(scheme(f"role:{name}", input_activations=INT8) for name in ("q_proj", "k_proj"))),
-            r"q_proj\.input and .*v_proj\.input are one tensor \(node mul_\d+\), and only the first is selected",
-        ),
-        (
-            config(scheme("Linear", input_activations=INT8), ignore=("role:v_proj",)),
-            r"v_proj\.input are one tensor .*, and only the first is selected: select both, or ignore both$",
-        ),
-        (
-            config(
-                scheme("role:q_proj", input_activations=INT4),
-                *(scheme(f"role:{name}", input_activations=INT8) for name in ("k_proj", "v_proj")),
-            ),
-            r"q_proj\.input and .*k_proj\.input are one tensor .* and are given int4 sym tensor and int8 sym",
-        ),
+        (config(*(scheme(f"role:{name}", input_activations=INT8) for name in ("q_proj", "k_proj"))), "qk"),
+        (config(scheme("Linear", input_activations=INT8), ignore=("role:v_proj",)), "qk"),
+        (config(scheme("role:v_proj", input_activations=INT8)), "v"),
     ],
-    ids=["not selected", "ignored", "different"],
+    ids=["not selected", "ignored", "one"],
 )
-def test_one_tensor_is_quantized_for_all_or_none(
-    llama_sites: AttentionSites, wanted: QuantizationConfig, message: str
+def test_the_input_that_projections_share_is_quantized_for_those_that_are_selected(
+    llama_sites: AttentionSites, wanted: QuantizationConfig, roles: str
 ) -> None:
+    for planned in make_plan(llama_sites, wanted):
+        assert planned.keys == tuple(f"{planned.site.attention}.{letter}_proj.input" for letter in roles)
+
+
+def test_one_tensor_takes_one_set_of_arguments(llama_sites: AttentionSites) -> None:
+    wanted = config(
+        scheme("role:q_proj", input_activations=INT4),
+        *(scheme(f"role:{name}", input_activations=INT8) for name in ("k_proj", "v_proj")),
+    )
+    message = r"q_proj\.input and .*k_proj\.input are one tensor .* and are given int4 sym tensor and int8 sym"
     with pytest.raises(SelectorError, match=message):
         make_plan(llama_sites, wanted)
 
