@@ -10,6 +10,7 @@ merged batch and a transposed key are all followed by the same few rules:
 
 from dataclasses import dataclass
 
+import torch
 from torch.fx import Node
 
 from graphquant.graph import ops
@@ -66,8 +67,9 @@ def _alias(node: Node, labels: Labels) -> Place | Stop:
 
 def _cast(node: Node, labels: Labels) -> Place | Stop:
     source = ops.first_input(node)
-    unchanged = source.meta["val"].dtype == node.meta["val"].dtype
-    return Place(source, labels, "alias" if unchanged else "layout")
+    before, after = source.meta["val"].dtype, node.meta["val"].dtype
+    exact = torch.promote_types(before, after) == after  # a core in float32 reads states in the model's dtype
+    return Place(source, labels, "alias" if exact else "layout")
 
 
 def _permute(node: Node, labels: Labels) -> Place | Stop:

@@ -116,8 +116,18 @@ class ProgramEditor:
         key = (target, *(_fingerprint(leaf) for leaf in leaves))
         if key not in self._values:
             with self._fake_mode:
-                self._values[key] = target(*real_args, **real_kwargs)
+                if target.namespace == "quantized_decomposed":
+                    self._values[key] = _pair_value(target, real_args, real_kwargs)
+                else:
+                    self._values[key] = target(*real_args, **real_kwargs)
         return self._values[key]
+
+
+def _pair_value(target: Any, args: Any, kwargs: Any) -> Tensor:
+    """The fake value of a quantize or dequantize op: its own meta kernel casts half precision, which fixes B and S."""
+    quantizes = "::quantize" in target._schema.name
+    dtype = args[-1] if quantizes else kwargs.get("out_dtype", torch.float32)
+    return torch.empty_like(args[0], dtype=dtype)
 
 
 def _fingerprint(value: Any) -> Any:

@@ -51,7 +51,8 @@ def _one_a_layer(sites: AttentionSites, role: str, ignored: frozenset[str]) -> I
         if site is not None:
             yield site
         elif not all(other.key in ignored for other in layer.sites):
-            reasons = [m.reason for m in sites.near_misses if m.what == role and m.path.startswith(layer.path)]
+            misses = (m for m in sites.near_misses if m.what == role)
+            reasons = [m.reason for m in misses if f"{m.path}.".startswith(f"{layer.path}.")]
             raise SelectorError(
                 f"kv_cache_scheme wants the {role} of every layer, and {layer.path} has none that was matched"
                 f"{': ' + reasons[0] if reasons else ''}; leave the layer out with ignore: [{layer.path}]"
