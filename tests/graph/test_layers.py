@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.fx import Graph
 from transformers.models.llama import modeling_llama
 
 from graphquant.graph import AttentionSites, find_attention
 from tests.graph.edits import edited
 from tests.graph.families import ROLES, batch, graph_values, model, program
-from tests.graph.modules import HIDDEN, Attention, Stack, eager_values, example, export, sdpa_causal, soft_cap
+from tests.graph.modules import Attention, Stack, eager_values, example, export, sdpa_causal, soft_cap
 from tests.graph.projections import ContiguousStates
+from tests.graph.sharing import CrossAttention, OneTensor, SharedKeyValue, Twice
 
 
 def strip(graph: Graph) -> None:
@@ -29,17 +29,6 @@ def anonymous(sites: AttentionSites) -> list[tuple[object, ...]]:
 
 class Blk(Attention):
     """Not a word of "attention", "self_attn" or "proj" in it."""
-
-
-class Twice(nn.Module):
-    """One layer, called twice."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x + self.layer(x))
 
 
 def test_renamed_modules_have_the_same_sites() -> None:
@@ -94,28 +83,6 @@ def test_layers_of_different_head_dim() -> None:
     assert sites["layers.1.q_proj.output"].layout.dims == "[B, S, 8]"
 
 
-class OneTensor(Attention):
-    """The keys are the values too."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, _ = self.project(x)
-        return self.o_proj(self.core(q, k, k).transpose(1, 2).flatten(2))
-
-
-class SharedKeyValue(nn.Module):
-    """A second layer attends with its own queries to the keys and values of the first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Attention(sdpa_causal), nn.Linear(HIDDEN, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.first.project(x)
-        x = x + self.first.o_proj(sdpa_causal(q, k, v).transpose(1, 2).flatten(2))
-        q = self.second(x).unflatten(-1, (4, 8)).transpose(1, 2)
-        return sdpa_causal(q, k, v)
-
-
 def test_keys_that_are_the_values() -> None:
     sites = find_attention(export(OneTensor(sdpa_causal)))
     assert len(sites) == 9
@@ -131,14 +98,6 @@ def test_keys_and_values_of_two_layers() -> None:
     shared = {role for role in ROLES if first[role] == second[role]}
     assert shared == {role for role in ROLES if role[0] in "kv"}
     assert second["q_proj.output"] != first["q_proj.output"]
-
-
-class CrossAttention(Attention):
-    """Keys and values come from other inputs, as they are: [B, H, T, D]."""
-
-    def forward(self, x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        q, *_ = self.project(x)
-        return (q @ keys.mT).softmax(-1) @ values
 
 
 @pytest.mark.parametrize("dynamic", [True, False])

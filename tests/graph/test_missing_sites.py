@@ -92,6 +92,15 @@ class TwoLinears(Attention):
         return sdpa_causal(q, k, v)
 
 
+class TwoSources(TwoLinears):
+    """Keys of two sequences joined: what comes first is computed here, and no past of a cache."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(x)
+        other = self.adapter(x).unflatten(-1, (4, HEAD_DIM)).transpose(1, 2)
+        return sdpa_causal(q, torch.cat([other, k], dim=2), torch.cat([v, v], dim=2))
+
+
 class Interleaved(nn.Module):
     """GPT-NeoX: each head's q, k and v lie beside one another in the fused projection."""
 
@@ -122,11 +131,12 @@ _FUSED = r"linear \[.*, 96\] has 96 channels; expected 4 heads · 8 = 32, or a s
     [
         (FromTable(), "k", r"no linear feeds transpose_\d; expected one linear on every path to it"),
         (TwoLinears(), "k", r"transpose_\d is fed by 2 linears \(linear_\d, linear_\d\); expected one"),
+        (TwoSources(), "k", r"cat is fed by 2 linears \(linear_\d, linear_\d\); expected one"),
         (Interleaved(by_head=True), "qkv", _FUSED),
         (Interleaved(by_head=False), "qkv", _FUSED),
         (ChannelsFirst(sdpa_causal), "k", r"the 32 channels of linear_\d are not split into \[4, 8\]"),
     ],
-    ids=["table", "two linears", "GPT-NeoX", "stacked q, k and v", "channels first"],
+    ids=["table", "two linears", "two sources", "GPT-NeoX", "stacked q, k and v", "channels first"],
 )
 def test_states_without_their_projection(module: nn.Module, missing: str, reason: str) -> None:
     sites = find_attention(export(module))
@@ -153,7 +163,7 @@ class KeysTransposed(Attention):
     def forward(self, x: Tensor) -> Tensor:
         q, _, v = self.project(x)
         k = self.k_proj(x).unflatten(-1, (4, HEAD_DIM)).permute(0, 2, 3, 1)
-        return (q @ k).softmax(-1) @ v
+        return self.o_proj(((q @ k).softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
 @pytest.mark.parametrize(

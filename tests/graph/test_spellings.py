@@ -7,7 +7,17 @@ from torch.export import ExportedProgram
 
 from graphquant.graph import find_attention
 from tests.graph.families import ROLES, graph_values
-from tests.graph.modules import HEAD_DIM, SPELLINGS, core_aten, eager_values, example, export
+from tests.graph.modules import (
+    HEAD_DIM,
+    SPELLINGS,
+    Attention,
+    Core,
+    core_aten,
+    eager_values,
+    example,
+    export,
+    sdpa_causal,
+)
 from tests.graph.projections import KV_HEADS, PROJECTIONS, PastFirst, Projecting
 
 
@@ -72,3 +82,20 @@ def test_ways_from_the_input_to_the_states(kind: type[Projecting], decomposed: b
     module = kind()
     exported = export(module, *inputs_of(module), dynamic=not decomposed)
     check(core_aten(exported) if decomposed else exported, module, (4, KV_HEADS))
+
+
+def in_float32(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return sdpa_causal(q.float(), k.float(), v.float()).to(q.dtype)
+
+
+@pytest.mark.parametrize("core", [sdpa_causal, in_float32, SPELLINGS["masked_fill_and_dropout"].core])
+@pytest.mark.parametrize("decomposed", [False, True], ids=["training", "core"])
+def test_states_are_in_the_dtype_that_a_cache_would_store(core: Core, decomposed: bool) -> None:
+    """Core ATen computes the sdpa op in float32, and has a cast of every operand before it."""
+    module = Attention(core).to(torch.bfloat16)
+    exported = export(module, example().to(torch.bfloat16), dynamic=False)
+    exported = core_aten(exported) if decomposed else exported
+    nodes = {node.name: node for node in exported.graph.nodes}
+    sites = find_attention(exported)
+    assert len(sites) == 9
+    assert {nodes[site.node].meta["val"].dtype for site in sites} == {torch.bfloat16}

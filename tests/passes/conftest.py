@@ -5,7 +5,7 @@ import torch
 from torch.export import ExportedProgram
 
 from graphquant import capture
-from tests.passes.modules import ThreeInputs, export
+from tests.passes.modules import ThreeInputs, exported
 from tests.tiny import tiny_llama
 
 torch.set_num_threads(1)  # tensors this small are slower on two cores, and far slower on two busy ones
@@ -46,4 +46,4 @@ def float16_program() -> ExportedProgram:
 @pytest.fixture(scope="session")
 def three_inputs() -> ExportedProgram:
     """Attention whose query, key and value inputs are three inputs of the program."""
-    return export(ThreeInputs())
+    return exported(ThreeInputs)

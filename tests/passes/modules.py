@@ -3,6 +3,7 @@
 Dims: B batch, S sequence, H heads, K key and value heads, D head_dim.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -24,6 +25,12 @@ def export(module: nn.Module, **inputs: Any) -> ExportedProgram:
     names = getattr(module, "inputs", ("x",))
     given = inputs or {name: x_of(seed=seed) for seed, name in enumerate(names)}
     return capture(module.eval(), example_kwargs=given)
+
+
+@functools.cache
+def exported(cls: type[nn.Module], *args: Any) -> ExportedProgram:
+    """``cls(*args)``, captured once for all tests."""
+    return export(cls(*args))
 
 
 class Base(nn.Module):

@@ -16,7 +16,7 @@ from graphquant.numerics import TensorLayout
 from graphquant.passes.modules import kept_rows
 from graphquant.passes.prepared import observers
 from tests.passes.helpers import PLACES, args, both, calibrated, config
-from tests.passes.modules import Masked, Plain, export, x_of
+from tests.passes.modules import Masked, Plain, export, exported, x_of
 from tests.tiny import VOCABULARY, tiny_batch, tiny_batches
 
 EVERYTHING = both(config("states", args()), config("outputs", args()), config("inputs", args()))
@@ -107,7 +107,7 @@ def test_batches_may_differ_in_batch_and_sequence(tiny_program: ExportedProgram,
 @pytest.mark.parametrize("order", [(10.0, 1.0), (1.0, 10.0)])
 @pytest.mark.parametrize("observer", ["minmax", "percentile", "mse"])
 def test_the_largest_batch_is_not_forgotten(observer: str, order: tuple[float, float]) -> None:
-    program = export(Plain())
+    program = exported(Plain)
     x = x_of() / x_of().abs().amax()
     given: dict[str, Any] = {"observer_kwargs": {"percentile": 100.0}} if observer == "percentile" else {}
     c = config("inputs", args(observer=observer, **given))

@@ -12,7 +12,7 @@ from graphquant.errors import ConfigError, SelectorError
 from graphquant.passes.modules import SiteFakeQuant, SiteObserver
 from graphquant.passes.prepared import fake_quants, observers, origin_of
 from tests.passes.helpers import PLACES, args, both, call_names, config, run, wiring
-from tests.passes.modules import Masked, Plain, export, x_of
+from tests.passes.modules import Masked, Plain, export, exported, x_of
 from tests.tiny import tiny_batch, tiny_batches, tiny_llama
 
 SHAPES = [(1, 1, 0), (2, 3, 0), (3, 11, 4), (1, 8, 5)]
@@ -154,5 +154,5 @@ def test_a_mask_of_three_dims_is_refused_and_can_be_left_out() -> None:
 def test_a_mask_by_another_name_must_be_there(one_layer: ExportedProgram) -> None:
     with pytest.raises(ConfigError, match=r"no input 'mask' that could be the padding mask; it has .*attention_mask"):
         gq.prepare(one_layer, config("states", args()), padding_mask="mask")
-    prepared = gq.prepare(export(Plain()), config("states", args()))  # the default name may be missing
+    prepared = gq.prepare(exported(Plain), config("states", args()))  # the default name may be missing
     assert not any(len(node.args) > 1 for node in prepared.graph.nodes if node.op == "call_module")

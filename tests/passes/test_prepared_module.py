@@ -17,7 +17,7 @@ from graphquant.config import KVCacheScheme
 from graphquant.errors import ConvertError
 from graphquant.passes.prepared import fake_quants, observers, origin_of
 from tests.passes.helpers import args, assert_same, both, calibrated, config, run
-from tests.passes.modules import Cached, Plain, export, x_of
+from tests.passes.modules import Cached, Plain, export, exported, x_of
 from tests.tiny import tiny_batch, tiny_batches
 
 MIXED = both(
@@ -92,7 +92,7 @@ def test_a_pickle_holds_the_weights_once(one_layer: ExportedProgram) -> None:
     torch.export.save(one_layer, file)
     graph = len(file.getvalue()) - weights
     assert everything < 2 * weights + 2 * graph + 200_000
-    big = gq.prepare(export(Plain()), config("states", args()))
+    big = gq.prepare(exported(Plain), config("states", args()))
     big.extra = torch.nn.Parameter(torch.zeros(1_000_000))
     assert 4_000_000 < len(pickle.dumps(big)) < 4_500_000
 
@@ -139,7 +139,7 @@ def test_to_with_a_device_and_dtype(one_layer: ExportedProgram) -> None:
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_it_gives_the_same_values_and_statistics(backend: str) -> None:
     torch._dynamo.reset()
-    program = export(Plain())
+    program = exported(Plain)
     c = gq.QuantizationConfig(kv_cache_scheme=KVCacheScheme(key=args("channel")))  # one site: it compiles slowly
     plain, prepared = (gq.prepare(program, c) for _ in range(2))
     compiled: Any = torch.compile(prepared, backend=backend, dynamic=True)

@@ -10,7 +10,7 @@ from graphquant.graph import AttentionSites, find_attention
 from graphquant.observers import MovingAverageObserver
 from graphquant.plan import make_plan
 from tests.graph.modules import export, sdpa_causal
-from tests.graph.test_layers import OneTensor, SharedKeyValue
+from tests.graph.sharing import OneTensor, SharedKeyValue
 from tests.plan.configs import CHANNELS, FP8, HEADS, INT4, INT8, TOKENS, config, scheme
 
 ISSUE = config(

@@ -8,8 +8,9 @@ from graphquant.config import QuantizationArgs, QuantizationConfig, Quantization
 from graphquant.errors import SelectorError
 from graphquant.graph import AttentionSites, find_attention
 from graphquant.plan import QuantizationPlan, make_plan
-from tests.graph.modules import Attention, export, sdpa_causal
-from tests.graph.test_layers import Twice
+from tests.graph.modules import Attention, Stack, export, sdpa_causal
+from tests.graph.sharing import Twice
+from tests.graph.test_missing_sites import KeysTransposed
 from tests.plan.configs import CHANNELS, FP8, HEADS, INT4, INT8, TOKENS, config, scheme
 
 SELF_ATTN = "model.layers.{}.self_attn"
@@ -212,3 +213,22 @@ def test_a_module_called_twice_is_selected_and_ignored_with_every_call() -> None
     with pytest.raises(SelectorError, match="all 2 selected sites are ignored"):
         make_plan(sites, config(key=INT8, ignore=("layer",)))
     assert selected(make_plan(sites, config(key=INT8, ignore=("layer#2.key_states",)))) == ["layer.key_states"]
+
+
+def test_the_kv_cache_scheme_wants_the_keys_of_every_layer() -> None:
+    """A cache of which one layer is not quantized is no quantized cache: that layer must be left out by name."""
+    sites = find_attention(export(Stack(Attention(sdpa_causal), KeysTransposed(sdpa_causal))))
+    message = (
+        r"^kv_cache_scheme wants the key_states of every layer, and layers\.1 has none that was matched: .*H·D is not "
+        r"a merge of heads; .*; leave the layer out with ignore: \[layers\.1\]$"
+    )
+    with pytest.raises(SelectorError, match=message):
+        make_plan(sites, config(key=INT8, value=INT8))
+    assert selected(make_plan(sites, config(value=INT8))) == ["layers.0.value_states", "layers.1.value_states"]
+    assert selected(make_plan(sites, config(key=INT8, ignore=("layers.1",)))) == ["layers.0.key_states"]
+
+
+def test_ignored_sites_may_be_given_different_arguments(llama_sites: AttentionSites) -> None:
+    groups = (scheme("re:.*self_attn$", key_states=INT8), scheme("re:.*layers.0.*", key_states=INT4))
+    plan = make_plan(llama_sites, config(*groups, ignore=("model.layers.0",)))
+    assert selected(plan) == in_layers([1, 2], ["key_states"])
