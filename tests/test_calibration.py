@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.export import ExportedProgram
 
@@ -148,3 +149,83 @@ def test_nothing_observed_is_named(tiny_program: ExportedProgram) -> None:
 def test_progress_can_be_turned_off(tiny_program: ExportedProgram, capsys: pytest.CaptureFixture[str]) -> None:
     calibrated(tiny_program, tiny_batches())
     assert capsys.readouterr().err == ""
+
+
+def test_a_merge_of_moving_averages_is_having_seen_both(tiny_program: ExportedProgram) -> None:
+    first, second = tiny_batches()
+    merged = calibrated(tiny_program, [first], observer="moving_average").merge(
+        calibrated(tiny_program, [second], observer="moving_average")
+    )
+    together = calibrated(tiny_program, [first, second], observer="moving_average")
+    for key in together:
+        for name, value in together[key].state.items():
+            torch.testing.assert_close(merged[key].state[name], value)
+
+
+def test_a_merge_leaves_both_as_they_were(tiny_program: ExportedProgram) -> None:
+    first, second = (calibrated(tiny_program, [batch]) for batch in tiny_batches())
+    merged = first.merge(second)
+    assert (first[KEYS].tokens, second[KEYS].tokens, merged[KEYS].tokens) == (29, 7, 36)
+    assert merged[KEYS].amax == max(first[KEYS].amax, second[KEYS].amax)
+
+
+@pytest.mark.parametrize("damage", ["cut", "no sites", "no json", "a tensor is missing", "unknown observer"])
+def test_a_damaged_file_is_named(tiny_program: ExportedProgram, tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "c.safetensors"
+    calibrated(tiny_program, tiny_batches()).save(path)
+    with safe_open(path, framework="pt") as file:
+        metadata, tensors = dict(file.metadata()), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    if damage == "cut":
+        path.write_bytes(path.read_bytes()[:-40])
+    else:
+        if damage == "no sites":
+            del metadata["sites"]
+        elif damage == "no json":
+            metadata["sites"] = metadata["sites"][:-1]
+        elif damage == "unknown observer":
+            metadata["sites"] = metadata["sites"].replace("minmax", "maxmin")
+        else:
+            del tensors["1.max"]
+        save_file(tensors, path, metadata=metadata)
+    with pytest.raises(OutputError, match=r"^cannot read the calibration .*c\.safetensors: \w+: "):
+        gq.Calibration.load(path)
+
+
+def test_an_interrupted_save_leaves_the_old_file(
+    tiny_program: ExportedProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "c.safetensors"
+    old, new = (calibrated(tiny_program, [batch]) for batch in tiny_batches())
+    old.save(path)
+
+    def half(tensors: Any, target: Path, metadata: Any) -> None:
+        target.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(gq.calibration, "save_file", half)
+        with pytest.raises(KeyboardInterrupt):
+            new.save(path)
+    assert same(gq.Calibration.load(path), old)
+    assert [file.name for file in tmp_path.iterdir()] == ["c.safetensors"]
+    new.save(path)
+    assert same(gq.Calibration.load(path), new)
+
+
+def test_a_path_that_cannot_be_written_is_named(tiny_program: ExportedProgram, tmp_path: Path) -> None:
+    calibration = calibrated(tiny_program, tiny_batches())
+    with pytest.raises(OutputError, match=r"there is no directory .*none; create it first"):
+        calibration.save(tmp_path / "none" / "c.safetensors")
+    with pytest.raises(OutputError, match="it is a directory"):
+        calibration.save(tmp_path)
+
+
+def test_a_calibration_does_not_change_with_its_module(tiny_program: ExportedProgram) -> None:
+    prepared = gq.prepare(tiny_program, config())
+    first = gq.calibrate(prepared, tiny_batches()[:1], progress=False)
+    before = {key: {name: value.clone() for name, value in first[key].state.items()} for key in first}
+    gq.calibrate(prepared, tiny_batches()[1:], progress=False)
+    for key, state in before.items():
+        assert all(torch.equal(first[key].state[name], value) for name, value in state.items())
+    with pytest.raises(KeyError):
+        first["model.layers.9.self_attn.key_states"]

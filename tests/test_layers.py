@@ -14,6 +14,8 @@ import graphquant as gq
 PACKAGE = Path(gq.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 EDITS = {"create_node", "erase_node", "replace_input_with", "replace_all_uses_with", "call_function", "get_attr"}
+HOMES = {"transformers": {"capture", "models"}, "huggingface_hub": {"models"}, "typer": {"cli"}}
+"""The parts of the package that import a library when they run."""
 
 
 def part(path: Path) -> str:
@@ -40,6 +42,26 @@ def test_numerics_observers_and_config_know_no_graph(path: Path) -> None:
         assert not {name for name in names if name.startswith(("torch.fx", "torch.export"))}
     if part(path) != "models":  # elsewhere within a function, or for type checkers only
         assert not {name for name, top in imported(path) if top and name.split(".")[0] == "transformers"}
+
+
+class _Runtime(ast.NodeTransformer):
+    """Leaves out what only type checkers read."""
+
+    def visit_If(self, node: ast.If) -> ast.AST | None:
+        if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            return None
+        return self.generic_visit(node)
+
+
+@pytest.mark.parametrize("library", HOMES)
+def test_a_library_has_a_home(library: str) -> None:
+    users = set()
+    for path in FILES:
+        for node in ast.walk(_Runtime().visit(ast.parse(path.read_text(encoding="utf-8")))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            users |= {part(path) for name in names if name.split(".")[0] == library}
+    assert users == HOMES[library]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.fx import Graph
 from transformers.models.llama import modeling_llama
 
@@ -71,6 +72,18 @@ def test_attention_in_the_root_module_is_numbered() -> None:
     sites = find_attention(export(Attention(sdpa_causal)))
     assert [layer.path for layer in sites.layers] == ["attention_0"]
     assert sites["attention_0.k_proj.output"].module == "k_proj"
+
+
+class Core(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sdpa_causal(q, k, v)
+
+
+def test_a_core_in_a_module_of_its_own() -> None:
+    """The layer is what holds the linears too, not the innermost module around the core."""
+    sites = find_attention(export(Stack(Attention(Core()))))
+    assert [(layer.path, layer.module_class) for layer in sites.layers] == [("layers.0", "Attention")]
+    assert ("layers.0.core", "Core") in sites.modules
 
 
 def test_layers_of_different_head_dim() -> None:

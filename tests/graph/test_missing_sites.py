@@ -54,8 +54,10 @@ def test_a_core_without_states(module: nn.Module, inputs: tuple[Tensor, ...], no
     assert re.match(rf"{node} .*{ends}; expected to reach query states \[B, H, S, D\]", sites.near_misses[0].reason)
 
 
-@pytest.mark.parametrize("core", [repeated_positions, expanded_positions, tiled_positions])
-@pytest.mark.parametrize("decomposed", [False, True], ids=["training", "core"])
+@pytest.mark.parametrize(
+    ("core", "decomposed"),
+    [(repeated_positions, False), (expanded_positions, False), (tiled_positions, False), (expanded_positions, True)],
+)
 def test_copies_of_positions_are_no_repeat_kv(core: Core, decomposed: bool) -> None:
     """The queries are there, the keys and values are not: their S is not the program's."""
     exported = export(Attention(core), dynamic=not decomposed)

@@ -18,7 +18,17 @@ from tests.graph.modules import (
     export,
     sdpa_causal,
 )
-from tests.graph.projections import KV_HEADS, PROJECTIONS, PastFirst, Projecting
+from tests.graph.projections import (
+    KV_HEADS,
+    PROJECTIONS,
+    BareMatmul,
+    FusedConv1D,
+    FusedSplit,
+    NormOfStates,
+    PartialRotary,
+    PastFirst,
+    Projecting,
+)
 
 
 def inputs_of(module: nn.Module) -> tuple[Tensor, ...]:
@@ -43,21 +53,36 @@ def check(exported: ExportedProgram, module: nn.Module, heads: tuple[int, int]) 
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
-@pytest.mark.parametrize("decomposed", [False, True], ids=["training", "core"])
-def test_spellings_of_the_core(name: str, decomposed: bool) -> None:
-    """In training IR with dynamic dims, in core ATen with static ones, which leaves dims of size 1 ambiguous."""
+def test_spellings_of_the_core(name: str) -> None:
     spelling = SPELLINGS[name]
     module = spelling.module()
-    exported = core_aten(export(module, dynamic=False)) if decomposed else export(module)
-    check(exported, module, (spelling.heads, spelling.kv_heads))
+    check(export(module), module, (spelling.heads, spelling.kv_heads))
 
 
-@pytest.mark.parametrize("name", ["one_head", "grouped_queries", "multi_query_broadcast", "one_copy_of_grouped_heads"])
-def test_dynamic_core_aten(name: str) -> None:
-    """The spellings whose merged batch and head dims are hardest to tell apart."""
+# The spellings that core ATen tells apart. Static dims of size 1 are ambiguous, and a decomposition of them is fast.
+@pytest.mark.parametrize(
+    ("name", "dynamic"),
+    [
+        ("sdpa_causal", False),
+        ("sdpa_enable_gqa", False),
+        ("where_mask", False),
+        ("soft_cap", False),
+        ("repeat_interleave", False),
+        ("multi_query_expand", False),
+        ("multi_query_broadcast", False),
+        ("one_head", False),
+        ("one_head", True),
+        ("grouped_queries", True),
+        ("one_copy_of_grouped_heads", False),
+        ("biased_batched_matmul", False),
+        ("tiled_heads", False),
+        ("query_scaled_first", False),
+    ],
+)
+def test_spellings_of_the_core_in_core_aten(name: str, dynamic: bool) -> None:
     spelling = SPELLINGS[name]
     module = spelling.module()
-    check(core_aten(export(module)), module, (spelling.heads, spelling.kv_heads))
+    check(core_aten(export(module, dynamic=dynamic)), module, (spelling.heads, spelling.kv_heads))
 
 
 @pytest.mark.parametrize("shape", [(1, 6), (2, 1), (1, 1), (4, 4)], ids=str)
@@ -75,8 +100,14 @@ def test_static_shapes_that_look_like_heads(name: str, shape: tuple[int, int]) -
     ]
 
 
-@pytest.mark.parametrize("kind", PROJECTIONS, ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("decomposed", [False, True], ids=["training", "core"])
+@pytest.mark.parametrize(
+    ("kind", "decomposed"),
+    [
+        *((kind, False) for kind in PROJECTIONS),
+        *((kind, True) for kind in (FusedSplit, FusedConv1D, BareMatmul, NormOfStates, PartialRotary, PastFirst)),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "core" if value else "training",
+)
 def test_ways_from_the_input_to_the_states(kind: type[Projecting], decomposed: bool) -> None:
     torch.manual_seed(0)
     module = kind()

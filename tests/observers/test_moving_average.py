@@ -86,7 +86,6 @@ def test_an_empty_shard_on_either_side_changes_nothing(c: float) -> None:
 def test_another_strategy_is_refused_by_name() -> None:
     layout = TensorLayout("states", 2, 4)
     observer = make_observer("moving_average")
-    assert not observer.any_strategy
     state = observed(observer, Grain(layout, "tensor"), torch.ones(3, 2, 4))
     with pytest.raises(CalibrationError) as refusal:
         observer.range(state, Grain(layout, "attn_head"), INT8, symmetric=True)

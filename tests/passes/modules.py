@@ -62,6 +62,18 @@ class Plain(Base):
         return self.join(F.scaled_dot_product_attention(*self.qkv(x), is_causal=True))
 
 
+class Wide(Plain):
+    """Most of its weights are in a linear behind the attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(HIDDEN, 50_000)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(super().forward(x))
+        return logits
+
+
 class EnableGQA(Base):
     """Two KV heads that sdpa itself repeats."""
 

@@ -174,6 +174,10 @@ def test_ignored_parts(llama_sites: AttentionSites, ignore: tuple[str, ...], lef
     assert selected(make_plan(llama_sites, config(*groups, ignore=ignore))) == in_layers([0, 1, 2], left)
 
 
+def test_only_what_was_selected_counts_as_ignored(llama_sites: AttentionSites) -> None:
+    assert make_plan(llama_sites, config(key=INT8, ignore=("model.layers.0",))).ignored == 1
+
+
 def test_an_attention_class_is_ignored_with_its_linears(llama_sites: AttentionSites) -> None:
     with pytest.raises(SelectorError, match=r"^all 9 selected sites are ignored; nothing is left to quantize$"):
         make_plan(llama_sites, config(scheme("Linear", output_activations=INT8), ignore=("LlamaAttention",)))
