@@ -51,4 +51,4 @@ $(VENV)/.installed-test: $(VENV)/.torch pyproject.toml constraints.txt
 	touch $@ $(VENV)/.installed
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build *.egg-info model.pt2 .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -83,18 +83,19 @@ def main() -> None:
     """Print the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=30, help="of the random models; the second has twice as many")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args()
     loaded = load_model("smollm2")
     program = gq.capture(loaded.model)
     real = passes(program, options.repeats)
     ratios = calibration_ratio(program, loaded.tokenizer, options.repeats)
-    thirty, sixty = (passes(random_llama(layers), options.repeats) for layers in (30, 60))
+    thirty, sixty = (passes(random_llama(options.layers * times), options.repeats) for times in (1, 2))
     figures = {
         "prepare, SmolLM2 30 layers, s": real["prepare"],
         "convert, SmolLM2 30 layers, s": real["convert"],
-        "prepare, 60 layers / 30 layers": sixty["prepare"] / thirty["prepare"],
-        "convert, 60 layers / 30 layers": sixty["convert"] / thirty["convert"],
+        f"prepare, {2 * options.layers} layers / {options.layers} layers": sixty["prepare"] / thirty["prepare"],
+        f"convert, {2 * options.layers} layers / {options.layers} layers": sixty["convert"] / thirty["convert"],
         "calibration / plain forward, median": statistics.median(ratios),
         "calibration / plain forward, min": min(ratios),
         "calibration / plain forward, max": max(ratios),

@@ -47,7 +47,7 @@ class SiteStatistics:
             NotCalibratedError: nothing was seen.
         """
         observer, args = planned.observer(), planned.args
-        if self.grain.layout != planned.layout:
+        if not self.grain.layout.same_statistics(planned.layout):
             raise CalibrationError(
                 f"{planned.key} is {planned.layout.dims} here and was calibrated as {self.grain.layout.dims}: this "
                 "calibration belongs to another model"

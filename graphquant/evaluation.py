@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from graphquant.errors import ConfigError, ConvertError, DataError, ModelError, NonFiniteError
-from graphquant.loops import Batch, each_batch, modes_restored, runnable
-from graphquant.passes.prepared import origin_of, set_mode
+from graphquant.errors import ConfigError, DataError, ModelError, NonFiniteError
+from graphquant.loops import Batch, caller, each_batch, modes_restored, running
+from graphquant.passes.prepared import is_prepared, set_mode
 from graphquant.tables import cell, plain, render
 
 Model = ExportedProgram | nn.Module | Callable[..., Any]
@@ -136,8 +136,8 @@ def evaluate(
 def _callable(name: str, model: Model) -> Iterator[Callable[..., Any]]:
     """The model as a function of a batch, in the state in which it is to be evaluated."""
     if isinstance(model, ExportedProgram):
-        yield runnable(model)
-    elif isinstance(model, nn.Module) and _is_prepared(model):
+        yield caller(model)
+    elif isinstance(model, nn.Module) and is_prepared(model):
         with modes_restored(model):
             set_mode(model, "fake_quant")
             yield model
@@ -156,14 +156,6 @@ def _callable(name: str, model: Model) -> Iterator[Callable[..., Any]]:
         raise ConfigError(
             f"model {name!r} is a {type(model).__name__}; expected an ExportedProgram, a module or a function"
         )
-
-
-def _is_prepared(model: nn.Module) -> bool:
-    try:
-        origin_of(model)
-    except ConvertError:
-        return False
-    return True
 
 
 @dataclass(frozen=True)
@@ -192,7 +184,8 @@ class _Targets:
 
     def logits(self, name: str, call: Callable[..., Any], vocabulary: int | None = None) -> Tensor:
         """What a model returns for the batch, checked."""
-        output = call(**self.batch)
+        with running(None, self.batch, self.index):
+            output = call(**self.batch)
         logits = getattr(output, "logits", output)
         shape = logits.shape if isinstance(logits, Tensor) else ()
         fits = len(shape) == 3 and shape[:2] == self.ids.shape and vocabulary in (None, shape[2])

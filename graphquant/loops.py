@@ -1,7 +1,8 @@
 """Passing batches through a module: ``calibrate``, and what every such loop shares."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from torch.fx import GraphModule
 from tqdm import tqdm
 
 from graphquant.calibration import Calibration
-from graphquant.errors import DataError
+from graphquant.errors import DataError, GraphQuantError
 from graphquant.passes.prepared import calibration_of, fake_quants, observers, origin_of, set_mode
 
 Batch = Mapping[str, Tensor]
@@ -22,13 +23,13 @@ def calibrate(prepared: GraphModule, batches: Iterable[Batch], *, progress: bool
     A second call adds to the first. On an error or interruption the module keeps what it saw before.
 
     Raises:
-        DataError: there is no batch, or one is no dict of tensors.
+        DataError: there is no batch, or one is no dict of the program's inputs, of shapes that it takes.
         NonFiniteError: a NaN or Inf was observed; the message names the site and the batch.
     """
     set_mode(prepared, "observe")
     with torch.no_grad():
-        for batch in each_batch(batches, "calibrating", progress):
-            with _whole_batch(prepared):
+        for index, batch in enumerate(each_batch(batches, "calibrating", progress)):
+            with _whole_batch(prepared), running(prepared, batch, index):
                 prepared(**batch)
     return calibration_of(prepared)
 
@@ -71,6 +72,41 @@ def each_batch(batches: Iterable[Batch], what: str, progress: bool) -> Iterator[
         raise DataError(f"{what}: there is not a single batch; give at least one dict of the program's inputs")
 
 
+def input_names(module: Any) -> list[str]:
+    """The names of a program's inputs, in the order of its signature; one that holds tensors in a tree is one name."""
+    tree = getattr(module.graph._codegen, "pytree_info", None)
+    return list(tree.orig_args) if tree else [str(n.target) for n in module.graph.nodes if n.op == "placeholder"]
+
+
+@contextmanager
+def running(module: nn.Module | None, batch: Batch, index: int) -> Iterator[None]:
+    """Check a batch against a program's inputs, and say which batch it was that torch could not run.
+
+    Raises:
+        DataError: an input is missing or unknown, or the program does not take its shape or dtype.
+    """
+    if module is not None:
+        names = input_names(getattr(module, "_orig_mod", module))  # behind torch.compile
+        if set(names) != set(batch):
+            raise DataError(f"batch {index} has {', '.join(batch) or 'nothing'}; the program takes {', '.join(names)}")
+    try:
+        yield
+    except GraphQuantError:
+        raise
+    except (RuntimeError, IndexError, TypeError, ValueError, AssertionError) as error:
+        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise DataError(f"batch {index} ({shapes_of(batch)}) cannot be run: {first}") from error
+
+
+def shapes_of(batch: Batch) -> str:
+    """A batch in words: ``input_ids int64 [2, 8]``."""
+    return ", ".join(
+        f"{name} {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+        for name, value in batch.items()
+        if isinstance(value, Tensor)
+    )
+
+
 @contextmanager
 def modes_restored(prepared: nn.Module) -> Iterator[None]:
     """Leave every observer and fake-quant module as enabled as it was, whatever happens inside."""
@@ -82,6 +118,21 @@ def modes_restored(prepared: nn.Module) -> Iterator[None]:
     finally:
         for module, enabled in zip(modules, before, strict=True):
             module.enabled = enabled
+
+
+def caller(program: ExportedProgram) -> Callable[..., Any]:
+    """The program as a function of its inputs by name, also of those that it was exported with by position."""
+    module = runnable(program)
+    names = input_names(module)
+    positional = names[: program.call_spec.in_spec.child(0).num_children] if program.call_spec.in_spec else []
+
+    def call(**batch: Any) -> Any:
+        if set(names) != set(batch):
+            raise DataError(f"the batches have {', '.join(batch)}; the program takes {', '.join(names)}")
+        rest = {name: value for name, value in batch.items() if name not in positional}
+        return module(*(batch[name] for name in positional), **rest)
+
+    return call
 
 
 def runnable(program: ExportedProgram) -> GraphModule:

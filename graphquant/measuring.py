@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Interpreter, Node
+from torch.utils._pytree import tree_leaves
 
 from graphquant.config import QuantizationArgs
-from graphquant.errors import ConvertError, DataError
-from graphquant.loops import Batch, each_batch, modes_restored, runnable
+from graphquant.errors import ConvertError
+from graphquant.loops import Batch, each_batch, input_names, modes_restored, runnable, running
 from graphquant.numerics import ErrorSums, TensorLayout, dynamic_qparams, expand_qparam
 from graphquant.numerics.affine import clipped
 from graphquant.numerics.strategies import LayoutKind
@@ -81,8 +82,9 @@ def _measure_prepared(prepared: GraphModule, batches: Iterable[Batch], progress:
         try:
             for module in modules:
                 module.errors = ErrorSums()
-            for batch in each_batch(batches, "measuring", progress):
-                prepared(**batch)
+            for index, batch in enumerate(each_batch(batches, "measuring", progress)):
+                with running(prepared, batch, index):
+                    prepared(**batch)
             sites = {m.planned.key: (m.planned.layout, m.planned.args.summary()) for m in modules}
             return _measurement({m.planned.key: m.errors for m in modules if m.errors is not None}, sites)
         finally:
@@ -177,13 +179,12 @@ class _Meter(Interpreter):
 
     def add(self, batch: Batch, index: int, padding_mask: str | None) -> None:
         """Run one batch."""
-        names = [str(node.target) for node in self.graph.nodes if node.op == "placeholder"]
-        if set(names) != set(batch):
-            raise DataError(f"batch {index} has {', '.join(batch) or 'nothing'}; the program takes {', '.join(names)}")
-        mask = batch[padding_mask] if padding_mask in names else None
+        names = input_names(self.module)
+        mask = batch.get(padding_mask) if padding_mask in names else None
         self._mask = mask if mask is not None and mask.dim() == 2 else None
         try:
-            self.run(*(batch[name] for name in names), enable_io_processing=False)
+            with running(self.module, batch, index):
+                self.run(*tree_leaves([batch[name] for name in names]), enable_io_processing=False)
         finally:
             self._values.clear()
 

@@ -21,6 +21,7 @@ def working(what: str, show: bool = True) -> Iterator[None]:
         if done.wait(SHOW_AFTER_SECONDS):
             return
         with tqdm(desc=what, bar_format="{desc}: {elapsed}", leave=False) as bar:
+            bar.start_t -= SHOW_AFTER_SECONDS
             while not done.wait(0.5):
                 bar.refresh()
 

@@ -16,6 +16,12 @@ from tests.tiny import tiny_llama
 WORDS = ["<unk>", "the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "."]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first: the last file to end is then a short one, and no worker waits long for another."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """Eleven whole words, no special tokens added, and a maximum that every test text exceeds."""

@@ -132,8 +132,20 @@ def test_calibrate_goes_on_and_takes_generators(tiny_program: ExportedProgram) -
         ([], "there is not a single batch"),
         (tiny_batches()[0], "put this one into a list"),
         ([torch.zeros(1)], r"batch 0 is a Tensor; expected a dict such as"),
+        (
+            [*tiny_batches(), {"ids": torch.ones(1, 2)}],
+            r"^batch 2 has ids; the program takes input_ids, attention_mask$",
+        ),
+        (
+            [{"input_ids": torch.ones(1, 2), "attention_mask": torch.ones(1, 2, dtype=torch.int64)}],
+            r"^batch 0 \(input_ids float32 \[1, 2\], attention_mask int64 \[1, 2\]\) cannot be run: Expected tensor",
+        ),
+        (
+            [{name: value[:, :3] if name == "input_ids" else value for name, value in tiny_batches()[0].items()}],
+            r"^batch 0 \(input_ids int64 \[3, 3\], attention_mask int64 \[3, 11\]\) cannot be run: \w",
+        ),
     ],
-    ids=["none", "a dict", "a tensor"],
+    ids=["none", "a dict", "a tensor", "other names", "another dtype", "shapes that differ"],
 )
 def test_batches_that_cannot_be(tiny_program: ExportedProgram, batches: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):

@@ -157,7 +157,11 @@ X = (torch.randn(2, 3, 4),)
 @pytest.mark.parametrize(
     ("module", "given", "message"),
     [
-        (nn.Linear(4, 2), {}, r"Linear is no Hugging Face causal model, so capture needs example inputs: capture\("),
+        (
+            nn.Linear(4, 2),
+            {},
+            r"Linear is no Hugging Face causal model, so example inputs are needed: capture it by gq\.",
+        ),
         (lambda x: x, {"example_args": X}, r"expected an nn\.Module or an ExportedProgram, found function$"),
         (nn.Linear(4, 2), {"example_args": X[0]}, r"example_args is a tensor; expected a tuple of inputs, such"),
         (nn.Linear(4, 2), {"example_kwargs": {"x": X[0]}}, r"the example inputs do not fit Linear\.forward: missing"),

@@ -248,6 +248,32 @@ def test_batches_that_cannot_be_used(batches: list[dict[str, Tensor]], message: 
         gq.evaluate({"m": table_model(torch.zeros(vocabulary))}, batches)
 
 
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, *, attention_mask: Tensor) -> Tensor:
+        logits: Tensor = self.table(input_ids) * attention_mask[..., None]
+        return logits
+
+
+def test_a_program_with_inputs_by_position() -> None:
+    module, batch = Table(), tiny_batch(2, 5)
+    mask = {"attention_mask": batch["attention_mask"]}
+    program = gq.capture(module, mask, example_args=(batch["input_ids"],))
+    results = gq.evaluate({"module": module, "program": program}, [batch]).results
+    assert results["program"] == results["module"]
+    with pytest.raises(DataError, match=r"^the batches have input_ids; the program takes input_ids, attention_mask$"):
+        gq.evaluate({"program": program}, [{"input_ids": batch["input_ids"]}])
+
+
+def test_a_model_that_a_batch_does_not_fit(model: LlamaForCausalLM) -> None:
+    batch = tiny_batch(1, 5) | {"use_cache": torch.tensor(True), "position_ids": torch.zeros(1, 2, 3)}
+    with pytest.raises(DataError, match=r"^batch 1 \(input_ids int64 \[1, 5\], .*\) cannot be run: "):
+        gq.evaluate({"m": model}, [tiny_batch(1, 5), batch])
+
+
 def test_an_uncalibrated_module_is_refused(tiny_program: ExportedProgram) -> None:
     with pytest.raises(NotCalibratedError, match="4 sites have observed nothing"):
         gq.evaluate({"prepared": gq.prepare(tiny_program, gq.preset("int8-kv-tensor"))}, tiny_batches())

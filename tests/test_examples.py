@@ -23,7 +23,7 @@ def run(script: str, *arguments: str, cwd: Path) -> str:
 
 @pytest.mark.slow
 def test_demo(tmp_path: Path) -> None:
-    printed = run("examples/demo.py", "--samples", "2", "--new-tokens", "4", cwd=tmp_path)
+    printed = run("examples/demo.py", "--samples", "1", "--length", "64", "--new-tokens", "2", cwd=tmp_path)
     assert "model_layers_29_self_attn_value_states_dequantize" in printed
     assert "Python is a programming language that" in printed
     assert [path.name for path in tmp_path.iterdir()] == ["model.pt2"]
@@ -44,7 +44,7 @@ def test_demo_refuses_an_output_that_cannot_be_written(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_overhead_benchmark(tmp_path: Path) -> None:
-    figures = json.loads(run("benchmarks/overhead.py", "--repeats", "1", "--json", cwd=tmp_path))
+    figures = json.loads(run("benchmarks/overhead.py", "--repeats", "1", "--layers", "2", "--json", cwd=tmp_path))
     assert all(value > 0 for value in figures.values())
     assert len(figures) == 7
 

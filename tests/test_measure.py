@@ -140,7 +140,7 @@ def test_measuring_leaves_a_prepared_module_as_it_was(tiny_program: ExportedProg
     before = gq.calibration_of(prepared)
     gq.measure(prepared, tiny_batches())
     assert torch.equal(prepared(**batch), original)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(DataError, match=r"^batch 1 \(input_ids int64 \[3, 0, 1\], .*\) cannot be run: "):
         gq.measure(prepared, [batch, {name: value[:, :0, None] for name, value in batch.items()}])
     assert torch.equal(prepared(**batch), original)
     assert gq.calibration_of(prepared)["model.layers.0.self_attn.key_states"].tokens == 36 + 2 * 33

@@ -16,7 +16,6 @@ CELLS = {
     ("key_states attn_head", "int8 sym"): 19.661,
     ("key_states channel", "int4 sym"): 22.35,
     ("k_proj.output channel", "int4 asym"): 19.83,
-    ("value_states attn_head_channel", "int4 sym"): 20.00,
 }
 
 

@@ -65,6 +65,8 @@ class Source:
         with console.working(f"loading {model}"):
             named = None if tokenizer is None else load_tokenizer(tokenizer)
             if Path(model).suffix.lower() == ".pt2":
+                if dtype != "float32":
+                    raise ModelError(f"{model} is a saved program, whose dtype is fixed: leave out --dtype {dtype}")
                 program = load_program(Path(model))
                 # All that the check asks of a module is named_parameters, which a program has too.
                 check_finite_weights(cast(nn.Module, program))
@@ -76,13 +78,19 @@ class Source:
         """Calibration and evaluation rows ``[N, S]``: for the same text and counts the same rows in every command.
 
         Raises:
-            DataError: there is no tokenizer, or the text is too short.
+            DataError: there is no tokenizer, the text is too short, or the rows are longer than the model's positions.
             NoAttentionError: there is neither a tokenizer nor any attention to quantize.
         """
         if self.tokenizer is None:
             assert isinstance(self.model, ExportedProgram)
             require_attention(find_attention(self.model))  # the deeper reason first
             raise DataError(f"{self.name} is a saved program, which has no tokenizer: name its model with --tokenizer")
+        positions = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
+        if isinstance(positions, int) and texts.length > positions:
+            raise DataError(
+                f"rows of {texts.length} tokens are asked for, and {self.name} has {positions} positions: give a "
+                f"--length of at most {positions}"
+            )
         return split_rows(token_rows(self.tokenizer, texts.text, texts.length), texts.samples, texts.samples)
 
     def program(self, console: Console) -> ExportedProgram:
@@ -103,16 +111,25 @@ def load_program(path: Path) -> ExportedProgram:
     Raises:
         ModelError: the file is missing, damaged, or something else.
     """
-    if not path.is_file():
-        raise ModelError(f"{path} {'is a folder' if path.exists() else 'does not exist'}: expected a .pt2 file")
-    if path.suffix.lower() != ".pt2":
-        raise ModelError(f"{path} does not end in .pt2: expected a file of torch.export.save")
+    check_program(path)
     with failing_as(f"{path} is damaged, or no file of torch.export.save: write it anew"):
         with zipfile.ZipFile(path) as archive:
             broken = archive.testzip()  # torch does not compare checksums, and would load a wrong weight
         if broken is not None:
             raise ModelError(f"{path} is damaged: {broken} in it does not match its checksum; write it anew")
         return torch.export.load(path)
+
+
+def check_program(path: Path) -> None:
+    """Refuse a path that is no file of ``torch.export.save`` by its name.
+
+    Raises:
+        ModelError: the file is missing, or does not end in .pt2.
+    """
+    if not path.is_file():
+        raise ModelError(f"{path} {'is a folder' if path.exists() else 'does not exist'}: expected a .pt2 file")
+    if path.suffix.lower() != ".pt2":
+        raise ModelError(f"{path} does not end in .pt2: expected a file of torch.export.save")
 
 
 def read_config(path: Path) -> QuantizationConfig:

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from graphquant.cli.console import Console
-from graphquant.cli.inputs import Source, Texts, batches_of
+from graphquant.cli.inputs import Source, Texts, batches_of, check_program
 from graphquant.cli.options import (
     BatchSize,
     Data,
@@ -44,6 +44,7 @@ def report(
     if tokenizer is None and (worst_first or data is not None):
         option = "--worst-first" if worst_first else "--data"
         raise typer.BadParameter("it needs a measurement: name the model with --tokenizer", param_hint=option)
+    check_program(file)
     texts = None if tokenizer is None else Texts.read(data, samples, length, batch_size)
     source = Source.load(str(file), tokenizer, "float32", console)
     program = source.program(console)

@@ -2,7 +2,7 @@
 
 from graphquant.config.args import QuantizationArgs
 from graphquant.config.config import QuantizationConfig
-from graphquant.config.presets import PRESETS, Preset, preset, preset_names
+from graphquant.config.presets import PRESETS, Preset, preset
 from graphquant.config.scheme import ROLE_TARGETS, KVCacheScheme, QuantizationScheme, check_targets
 
 __all__ = [
@@ -15,5 +15,4 @@ __all__ = [
     "QuantizationScheme",
     "check_targets",
     "preset",
-    "preset_names",
 ]

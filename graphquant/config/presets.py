@@ -94,11 +94,6 @@ PRESETS: dict[str, Preset] = {
 }
 
 
-def preset_names() -> tuple[str, ...]:
-    """The names that ``preset`` knows."""
-    return tuple(PRESETS)
-
-
 def preset(name: str) -> QuantizationConfig:
     """The configuration called ``name``.
 

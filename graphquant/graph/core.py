@@ -1,32 +1,18 @@
 """The attention core: softmax(Q·Kᵀ)·V, as one op or spelled out, and the dims of its operands.
 
-A core is anchored at an sdpa op or at a softmax. From a softmax the search goes back through scale, soft-cap, mask
-and casts to the product of queries and keys, and forward through casts, dropout and the guard of fully masked rows to
-the product with the values. The role of an operand is its argument position, nothing else.
+A core is anchored at an sdpa op or at a softmax; from a softmax the search goes to the two products around it. The
+role of an operand is its argument position, nothing else.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from graphquant.graph import ops
-from graphquant.graph.layout_walk import Labels
-from graphquant.graph.projection import weight_of
+from graphquant.graph.products import OPERAND_LABELS, Operand, query_and_key, value_of
+from graphquant.graph.scores import find_output, find_scores
 from graphquant.graph.shapes import shape, show
-
-_TO_SCORES = ("alias", "cast", "scale", "add", "select_where", "bounded", "reshape", "expand", "cat", "slice")
-_TO_VALUES = ("alias", "cast", "scale", "select_where", "reshape", "expand", "slice")
-_OPERAND_LABELS: dict[int, Labels] = {3: ("BH", "S", "D"), 4: ("B", "H", "S", "D"), 5: ("B", "H", "N", "S", "D")}
-_MAX_DEPTH = 12
-
-
-@dataclass(frozen=True)
-class Operand:
-    """An input of the core and the labels of its dims."""
-
-    node: Node
-    labels: Labels
 
 
 @dataclass(frozen=True)
@@ -58,12 +44,25 @@ def find_cores(graph: Graph, inputs: frozenset[str]) -> Iterator[Core | NoCore]:
         if kind == "sdpa":
             yield _match_sdpa(node)
         elif kind == "softmax":
-            yield _match_softmax(node, inputs)
+            match = _match_softmax(node, inputs)
+            if match is not None:
+                yield match
+
+
+def hidden_cores(module: GraphModule, inputs: frozenset[str]) -> Iterator[tuple[Node, Node]]:
+    """Every node that calls a subgraph with an attention core in it, with the core's anchor."""
+    for node in module.graph.nodes:
+        for source in node.all_input_nodes:
+            part = getattr(module, str(source.target), None) if source.op == "get_attr" else None
+            if isinstance(part, GraphModule):
+                anchors = [match.anchor for match in find_cores(part.graph, inputs) if isinstance(match, Core)]
+                deeper = [anchor for _, anchor in hidden_cores(part, inputs)]
+                yield from ((node, anchor) for anchor in (*anchors, *deeper))
 
 
 def _match_sdpa(node: Node) -> Core | NoCore:
     operands = [
-        Operand(source, _OPERAND_LABELS.get(len(shape(source)), ()))
+        Operand(source, OPERAND_LABELS.get(len(shape(source)), ()))
         for source in node.args[:3]
         if isinstance(source, Node)
     ]
@@ -72,70 +71,23 @@ def _match_sdpa(node: Node) -> Core | NoCore:
     return Core(node, "sdpa", *operands)
 
 
-def _match_softmax(node: Node, inputs: frozenset[str]) -> Core | NoCore:
+def _match_softmax(node: Node, inputs: frozenset[str]) -> Core | NoCore | None:
     rank = len(shape(node))
     dim = ops.bound(node)["dim"] % rank if rank else 0
-    if rank not in _OPERAND_LABELS:
+    scores = find_scores(node, inputs)
+    if rank not in OPERAND_LABELS:
+        if isinstance(scores, str):
+            return None  # the router of a mixture of experts, a classifier: not even alike
         return NoCore(node, f"softmax over {show(shape(node))}; expected scores of 3 to 5 dims, [B, H, S, S]")
     if dim != rank - 1:
         return NoCore(node, f"softmax over dim {dim} of {show(shape(node))}; expected the last dim, the keys")
-    scores = _scores(ops.first_input(node), inputs, _MAX_DEPTH)
     if isinstance(scores, str):
         return NoCore(node, scores)
-    output = _values(node, inputs)
+    output = find_output(node, inputs)
     if isinstance(output, str):
         return NoCore(node, output)
-    query, key = ops.factors(scores)
-    value = ops.factors(output)[1]
-    ranks = {len(shape(operand)) for operand in (query, key, value)}
-    if not ranks <= set(_OPERAND_LABELS):
-        return NoCore(node, f"its operands have {sorted(ranks)} dims; expected 3 to 5")
-    transposed = _OPERAND_LABELS[len(shape(key))]
-    return Core(
-        node,
-        "softmax",
-        Operand(query, _OPERAND_LABELS[len(shape(query))]),
-        Operand(key, (*transposed[:-2], "D", "S")),
-        Operand(value, _OPERAND_LABELS[len(shape(value))]),
-    )
-
-
-def _scores(node: Node, inputs: frozenset[str], depth: int) -> Node | str:
-    """The product Q·Kᵀ behind the input of a softmax, or the deepest reason why there is none."""
-    kind = ops.kind(node)
-    if kind == "matmul" or ops.op_name(node) == "aten::baddbmm":
-        if weight_of(node, inputs) is not None:
-            return f"its scores come from the linear {node.name}; expected a product of two activations, Q·Kᵀ"
-        return node
-    if kind == "linear":
-        return f"its scores come from the linear {node.name}; expected a product of two activations, Q·Kᵀ"
-    if kind not in _TO_SCORES or depth == 0:
-        return f"its scores come from {node.name} ({ops.op_name(node)}); expected a product Q·Kᵀ"
-    reasons = []
-    for source in ops.tensor_inputs(node):
-        if len(shape(source)) < 3:
-            continue  # a bias, a condition or a scalar, never the scores
-        found = _scores(source, inputs, depth - 1)
-        if isinstance(found, Node):
-            return found
-        reasons.append(found)
-    return reasons[0] if reasons else f"its scores come from {node.name} ({ops.op_name(node)}); expected Q·Kᵀ"
-
-
-def _values(softmax: Node, inputs: frozenset[str]) -> Node | str:
-    """The product P·V that reads a softmax's weights as its left operand, or the reason why there is none."""
-    frontier: list[tuple[Node, int]] = [(softmax, 0)]
-    reason, misplaced = f"nothing multiplies the weights {softmax.name} by values", ""
-    while frontier:
-        node, depth = frontier.pop(0)
-        for user in node.users:
-            kind = ops.kind(user)
-            if kind == "matmul":
-                if ops.factors(user)[0] is node and weight_of(user, inputs) is None:
-                    return user
-                misplaced = f"{user.name} does not multiply the weights by values from the right; expected P·V"
-            elif kind in _TO_VALUES and depth < _MAX_DEPTH:
-                frontier.append((user, depth + 1))
-            elif kind != "shape":
-                reason = f"its weights go to {user.name} ({ops.op_name(user)}); expected a product P·V"
-    return misplaced or reason
+    operands = (*query_and_key(*scores), value_of(*output))
+    wrong = next((operand for operand in operands if not operand.labels), None)
+    if wrong is not None:
+        return NoCore(node, f"its operand {wrong.node.name} {show(shape(wrong.node))} is no [B, H, S, D] in any order")
+    return Core(node, "softmax", *operands)

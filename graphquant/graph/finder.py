@@ -3,11 +3,12 @@
 from collections import Counter
 
 from torch.export import ExportedProgram
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from graphquant.graph import ops
-from graphquant.graph.core import Core, NoCore, Operand, find_cores
-from graphquant.graph.layout_walk import states_place, walk
+from graphquant.graph.core import Core, NoCore, find_cores, hidden_cores
+from graphquant.graph.layout_walk import states_layout, states_place, walk
+from graphquant.graph.products import Operand
 from graphquant.graph.projection import NoProjection, Projection, find_projection
 from graphquant.graph.shapes import shape, show, static
 from graphquant.graph.sites import LETTERS, AttentionLayer, AttentionSites, NearMiss, Site
@@ -21,14 +22,14 @@ def find_attention(program: ExportedProgram) -> AttentionSites:
     attention and was not matched. The program is not changed.
     """
     inputs = frozenset(name for name in program.graph_signature.user_inputs if isinstance(name, str))
-    return _Finder(program.graph, inputs).run()
+    return _Finder(program.graph_module, inputs).run()
 
 
 class _Finder:
     """One search: collects layers, near misses and the paths already taken."""
 
-    def __init__(self, graph: Graph, inputs: frozenset[str]) -> None:
-        self.graph = graph
+    def __init__(self, module: GraphModule, inputs: frozenset[str]) -> None:
+        self.module, self.graph = module, module.graph
         self.inputs = inputs
         self.layers: list[AttentionLayer] = []
         self.misses: list[NearMiss] = []
@@ -40,6 +41,13 @@ class _Finder:
                 self._miss(match.anchor, "attention core", match.reason)
             else:
                 self._layer(match)
+        for caller, anchor in hidden_cores(self.module, self.inputs):
+            self._miss(
+                caller,
+                "attention core",
+                f"{anchor.name} is inside of the subgraph of {ops.op_name(caller)}; expected it in the graph itself: "
+                "capture the model without autocast and grad modes inside of it, or run_decompositions()",
+            )
         return AttentionSites(layers=tuple(self.layers), near_misses=tuple(self.misses), modules=_modules(self.graph))
 
     def _miss(self, node: Node, what: str, reason: str) -> None:
@@ -52,19 +60,18 @@ class _Finder:
         states = {name: self._states(name, operand) for name, operand in operands.items()}
         if not any(states.values()):
             return
-        projections = {name: self._projection(name, node) for name, node in states.items() if node is not None}
+        projections = {name: self._projection(name, *found) for name, found in states.items() if found is not None}
         path, module = self._attention_module(core, projections.get("query"))
         index = len(self.layers)
         sites: list[Site] = []
-        for name, node in states.items():
-            if node is None:
+        for name, found in states.items():
+            if found is None:
                 continue
-            _, heads, _, head_dim = (static(dim) or 0 for dim in shape(node))
-            layout = TensorLayout("states", heads, head_dim)
+            node, layout = found
             sites.append(_site(f"{name}_states", node, layout, module, index, path))
             projection = projections[name]
             if projection is not None:
-                sites += _projection_sites(name, projection, heads, head_dim, path, index)
+                sites += _projection_sites(name, projection, layout, path, index)
         order = ("input", "output", "states")
         sites.sort(key=lambda site: order.index(site.role.replace("_", ".").rsplit(".", 1)[-1]))
         self.layers.append(
@@ -78,26 +85,26 @@ class _Finder:
             )
         )
 
-    def _states(self, name: str, operand: Operand) -> Node | None:
+    def _states(self, name: str, operand: Operand) -> tuple[Node, TensorLayout] | None:
         if not operand.labels or len(operand.labels) != len(shape(operand.node)):
             self._miss(operand.node, f"{name}_states", f"{operand.node.name} has shape {show(shape(operand.node))}")
             return None
         places, stop = walk(operand.node, operand.labels)
         place = None if stop.refused else states_place(places)
-        if place is None:
+        layout = None if place is None else states_layout(place)
+        if place is None or layout is None:
             self._miss(
                 stop.node, f"{name}_states", f"{stop.reason}; expected to reach {name} states [B, H, S, D] before it"
             )
             return None
-        return place.node
+        return place.node, layout
 
-    def _projection(self, name: str, states: Node) -> Projection | None:
-        _, heads, _, head_dim = (static(dim) or 0 for dim in shape(states))
-        found = find_projection(states, heads, head_dim, self.inputs)
-        if isinstance(found, NoProjection):
-            self._miss(found.node, f"{LETTERS[name]}_proj", found.reason)
-            return None
-        return found
+    def _projection(self, name: str, states: Node, layout: TensorLayout) -> Projection | None:
+        found = find_projection(states, layout.heads, layout.head_dim, self.inputs)
+        missing = found if isinstance(found, NoProjection) else found.output
+        if isinstance(missing, NoProjection):
+            self._miss(missing.node, f"{LETTERS[name]}_proj", missing.reason)
+        return None if isinstance(found, NoProjection) else found
 
     def _attention_module(self, core: Core, query: Projection | None) -> tuple[str, tuple[str, str]]:
         """The layer's name, and the innermost module around both the core and the query's linear.
@@ -116,7 +123,7 @@ class _Finder:
 
 
 def _projection_sites(
-    name: str, projection: Projection, heads: int, head_dim: int, attention: str, layer: int
+    name: str, projection: Projection, states: TensorLayout, attention: str, layer: int
 ) -> list[Site]:
     letter = LETTERS[name]
     frames = ops.stack(projection.matmul)
@@ -126,8 +133,9 @@ def _projection_sites(
     if width is not None and len(shape(projection.input)) == 3:
         layout = TensorLayout("features", 1, width)
         sites.append(_site(f"{letter}_proj.input", projection.input, layout, module, layer, attention))
-    layout = TensorLayout("projection", heads, head_dim)
-    sites.append(_site(f"{letter}_proj.output", projection.output, layout, module, layer, attention))
+    if isinstance(projection.output, Node):
+        layout = TensorLayout("projection", states.heads, states.head_dim)
+        sites.append(_site(f"{letter}_proj.output", projection.output, layout, module, layer, attention))
     return sites
 
 

@@ -15,9 +15,11 @@ from torch.fx import Node
 
 from graphquant.graph import ops
 from graphquant.graph.shapes import same, same_shape, segments, shape, show, static
+from graphquant.numerics import TensorLayout
+from graphquant.numerics.strategies import LayoutKind
 
 Labels = tuple[str, ...]
-STATES_LABELS: Labels = ("B", "H", "S", "D")
+STATES_KINDS: dict[Labels, LayoutKind] = {("B", "H", "S", "D"): "states", ("B", "S", "H", "D"): "states_bshd"}
 
 
 @dataclass(frozen=True)
@@ -46,13 +48,14 @@ def walk(node: Node, labels: Labels) -> tuple[list[Place], Stop]:
     """All places from ``node`` back to the first op that computes something, nearest first."""
     places = [Place(node, labels)]
     while True:
-        place = _step(places[-1].node, places[-1].labels)
+        place = step(places[-1].node, places[-1].labels)
         if isinstance(place, Stop):
             return places, place
         places.append(place)
 
 
-def _step(node: Node, labels: Labels) -> Place | Stop:
+def step(node: Node, labels: Labels) -> Place | Stop:
+    """One step back from a node, or why there is none."""
     kind = ops.kind(node)
     rule = _RULES.get(kind)
     if rule is None:
@@ -81,6 +84,15 @@ def _permute(node: Node, labels: Labels) -> Place | Stop:
 def _unsqueeze(node: Node, labels: Labels) -> Place | Stop:
     dim = ops.bound(node)["dim"] % len(labels)
     return Place(ops.first_input(node), labels[:dim] + labels[dim + 1 :])
+
+
+def _squeeze(node: Node, labels: Labels) -> Place | Stop:
+    dims = shape(ops.first_input(node))
+    given = ops.bound(node).get("dim")
+    chosen = range(len(dims)) if given is None else given if isinstance(given, list | tuple) else [given]
+    gone = {dim % len(dims) for dim in chosen if static(dims[dim]) == 1}
+    rest = iter(labels)
+    return Place(ops.first_input(node), tuple("1" if dim in gone else next(rest) for dim in range(len(dims))))
 
 
 def _expand(node: Node, labels: Labels) -> Place | Stop:
@@ -121,8 +133,8 @@ def _reshape(node: Node, labels: Labels) -> Place | Stop:
         return Stop(node, f"{node.name} reshapes {show(dims)} to {show(wanted)}, whose dims do not line up")
     found: dict[int, str] = {}
     for mine, theirs in parts:
-        out = tuple(labels[i] for i in mine)
-        if len(mine) == len(theirs) == 1:
+        out = tuple(labels[i] for i in mine if labels[i] != "1") or ("1",)
+        if len(out) == len(theirs) == 1:
             found[theirs[0]] = out[0]
             continue
         split = _SPLITS.get((out, len(theirs)))
@@ -139,6 +151,7 @@ _MERGED_FRONTS: dict[int, Labels] = {4: ("B", "H"), 5: ("B", "H", "N")}
 _SPLITS: dict[tuple[Labels, int], Labels] = {
     (("H",), 2): ("H", "N"),
     (("S",), 2): ("S", "P"),
+    (("BH",), 2): ("B", "H"),
     (("B", "H"), 1): ("BH",),
     (("H", "N"), 1): ("H",),
     (("B", "H"), 3): ("B", "H", "N"),
@@ -195,6 +208,7 @@ _RULES = {
     "cast": _cast,
     "permute": _permute,
     "unsqueeze": _unsqueeze,
+    "squeeze": _squeeze,
     "expand": _expand,
     "reshape": _reshape,
     "slice": _slice,
@@ -207,20 +221,23 @@ _RULES = {
 
 
 def states_place(places: list[Place]) -> Place | None:
-    """The place whose tensor a cache would store: ``[B, H, S, D]``, before repeat_kv, cache write and scale.
+    """The place whose tensor a cache would store: ``[B, H, S, D]`` (or ``[B, S, H, D]``, where an einsum reads it
+    so), before repeat_kv, cache write and scale.
 
     Of the places after the last such crossing, the one nearest to the core; of several names for one tensor, the one
     that computed it.
     """
     start = max((i for i, place in enumerate(places) if place.crossed in ("repeat", "cache", "scale")), default=0)
     for index in range(start, len(places)):
-        if places[index].labels == STATES_LABELS and _static_heads(places[index].node):
+        if places[index].labels in STATES_KINDS and states_layout(places[index]) is not None:
             while index + 1 < len(places) and places[index + 1].crossed == "alias":
                 index += 1
             return places[index]
     return None
 
 
-def _static_heads(node: Node) -> bool:
-    dims = shape(node)
-    return static(dims[1]) is not None and static(dims[3]) is not None
+def states_layout(place: Place) -> TensorLayout | None:
+    """The layout of a place that holds states; None where its heads or channels are no constants."""
+    dims = dict(zip(place.labels, shape(place.node), strict=True))
+    heads, head_dim = static(dims["H"]), static(dims["D"])
+    return None if heads is None or head_dim is None else TensorLayout(STATES_KINDS[place.labels], heads, head_dim)

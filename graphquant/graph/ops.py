@@ -24,7 +24,6 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "split": ("split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_chunk", "tensor_split", "split_copy"),
     "cat": ("cat", "concat"),
     "write": ("index_copy", "index_copy_", "index_put", "index_put_", "_index_put_impl_", "copy_", "copy"),
-    "scatter": ("slice_scatter", "select_scatter"),
     "scale": ("mul", "div", "mul_", "div_"),
     "add": ("add", "add_", "sub"),
     "select_where": ("where", "masked_fill", "masked_fill_"),
@@ -32,6 +31,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "linear": ("linear",),
     "matmul": ("matmul", "bmm", "mm"),
     "addmm": ("addmm", "baddbmm"),
+    "einsum": ("einsum",),
     "softmax": ("softmax", "_softmax", "_safe_softmax", "special_softmax"),
     "sdpa": (
         "scaled_dot_product_attention",
@@ -42,11 +42,13 @@ KINDS: Mapping[str, tuple[str, ...]] = {
         "_scaled_dot_product_fused_attention_overrideable",
         "_scaled_dot_product_attention_math",
     ),
-    "embedding": ("embedding",),
     "shape": ("sym_size", "_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size"),
 }
 _NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"  # torch.export's entry for a node of no module
-_KIND_OF = {f"aten::{name}": kind for kind, names in KINDS.items() for name in names}
+_KIND_OF = {f"aten::{name}": kind for kind, names in KINDS.items() for name in names} | {
+    "getitem": "getitem",
+    "flex_attention": "sdpa",  # a higher-order op; query, key and value are its first arguments too
+}
 
 
 def op_name(node: Node) -> str:
@@ -62,8 +64,7 @@ def kind(node: Node) -> str:
         return "input"
     if node.op != "call_function":
         return "other"
-    name = op_name(node)
-    return "getitem" if name == "getitem" else _KIND_OF.get(name, "other")
+    return _KIND_OF.get(op_name(node), "other")
 
 
 def bound(node: Node) -> dict[str, Any]:

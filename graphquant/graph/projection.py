@@ -17,11 +17,14 @@ _MOVES_WEIGHT = ("alias", "cast", "permute", "expand", "reshape")
 
 @dataclass(frozen=True)
 class Projection:
-    """The linear behind some states: its ``matmul`` node, input ``[B, S, F]`` and output ``[B, S, C]``."""
+    """The linear behind some states: its ``matmul`` node, input ``[B, S, F]`` and output ``[B, S, C]``.
+
+    Of a fused projection that splits heads before it splits q, k and v, no tensor is the output: then it says why.
+    """
 
     matmul: Node
     input: Node
-    output: Node
+    output: "Node | NoProjection"
 
 
 @dataclass(frozen=True)
@@ -55,15 +58,22 @@ def _is_parameter(node: Node, inputs: frozenset[str] = frozenset()) -> bool:
 
 
 def find_projection(states: Node, heads: int, head_dim: int, inputs: frozenset[str]) -> Projection | NoProjection:
-    """The one linear that feeds ``states`` ``[B, H, S, D]``, and the tensor in which its H·D channels lie."""
+    """The one linear that feeds ``states`` of H heads and D channels, and the tensor in which its H·D channels lie."""
     between, linears = _search(states, inputs)
     if not linears:
         return NoProjection(states, f"no linear feeds {states.name}; expected one linear on every path to it")
     if len(linears) > 1:
         names = ", ".join(sorted(node.name for node in linears))
         return NoProjection(states, f"{states.name} is fed by {len(linears)} linears ({names}); expected one")
-    matmul = linears[0]
-    members = set(between) | {matmul}
+    source = weight_of(linears[0], inputs)
+    assert source is not None
+    return Projection(
+        linears[0], _untangle_input(source[0]), _channels_of(linears[0], {*between, linears[0]}, heads, head_dim)
+    )
+
+
+def _channels_of(matmul: Node, members: set[Node], heads: int, head_dim: int) -> Node | NoProjection:
+    """The tensor ``[B, S, H·D]`` of a linear's channels on the way to some states, which are the ``members``."""
     output = _output(matmul, members)
     channels = heads * head_dim
     width = static(shape(output)[-1])
@@ -82,9 +92,7 @@ def find_projection(states: Node, heads: int, head_dim: int, inputs: frozenset[s
         return NoProjection(
             output, f"the {channels} channels of {output.name} are not split into [{heads}, {head_dim}]"
         )
-    source = weight_of(matmul, inputs)
-    assert source is not None
-    return Projection(matmul, _untangle_input(source[0]), output)
+    return output
 
 
 def _search(states: Node, inputs: frozenset[str]) -> tuple[list[Node], list[Node]]:

@@ -28,7 +28,7 @@ from graphquant.errors import StrategyError
 
 STRATEGIES = ("tensor", "channel", "attn_head", "attn_head_channel", "group", "token")
 UNBUILT_STRATEGIES = ("block", "tensor_group")
-LayoutKind = Literal["projection", "states", "features"]
+LayoutKind = Literal["projection", "states", "states_bshd", "features"]
 Reduction = Literal["amin", "amax", "sum"]
 
 
@@ -36,8 +36,8 @@ Reduction = Literal["amin", "amax", "sum"]
 class TensorLayout:
     """Where heads and channels lie in a tensor.
 
-    ``projection`` is ``[B, S, H·D]``, ``states`` is ``[B, H, S, D]``, ``features`` is ``[B, S, D]`` without heads
-    (the input of a projection; ``heads`` is 1 and ``head_dim`` its width).
+    ``projection`` is ``[B, S, H·D]``, ``states`` is ``[B, H, S, D]``, ``states_bshd`` the same as ``[B, S, H, D]``,
+    ``features`` is ``[B, S, D]`` without heads (the input of a projection; ``heads`` is 1 and ``head_dim`` its width).
     """
 
     kind: LayoutKind
@@ -50,16 +50,33 @@ class TensorLayout:
         return self.heads * self.head_dim
 
     @property
+    def is_states(self) -> bool:
+        """Whether heads have a dim of their own, and scales the shapes of states."""
+        return self.kind in ("states", "states_bshd")
+
+    def same_statistics(self, other: "TensorLayout") -> bool:
+        """Whether both hold the same heads and channels, if perhaps in dims of another order."""
+        mine, theirs = ("states" if layout.is_states else layout.kind for layout in (self, other))
+        return (mine, self.heads, self.head_dim) == (theirs, other.heads, other.head_dim)
+
+    @property
+    def axes(self) -> tuple[int, int | None]:
+        """The dims of the sequence and, where they have one, of the heads."""
+        return {"states": (2, 1), "states_bshd": (1, 2)}.get(self.kind, (1, None))
+
+    @property
     def dims(self) -> str:
         """The tensor's shape in words, for tables and errors."""
-        if self.kind == "states":
-            return f"[B, {self.heads}, S, {self.head_dim}]"
+        if self.is_states:
+            sequence_and_heads = ("S", str(self.heads))
+            first, second = sequence_and_heads if self.kind == "states_bshd" else sequence_and_heads[::-1]
+            return f"[B, {first}, {second}, {self.head_dim}]"
         return f"[B, S, {self.channels}]"
 
     def rows(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """View ``x`` as rows ``[..., H, D]``, or, with a bool mask ``[B, S]``, the kept rows ``[N, H, D]``."""
-        if self.kind == "states":
-            rows = x.transpose(1, 2)
+        if self.is_states:
+            rows = x.transpose(1, 2) if self.kind == "states" else x
         else:
             rows = x.reshape(*x.shape[:-1], self.heads, self.head_dim)
         return rows if mask is None else rows[mask]
@@ -82,7 +99,7 @@ def check_strategy(layout: TensorLayout, strategy: str, group_size: int | None, 
         )
     if strategy != "group":
         return
-    width = layout.head_dim if layout.kind == "states" else layout.channels
+    width = layout.head_dim if layout.is_states else layout.channels
     if group_size is None or group_size < 1 or width % group_size:
         raise StrategyError(
             f"{where}: group_size must divide the last dim {width} of {layout.dims}, and {group_size} does not; "
@@ -93,7 +110,7 @@ def check_strategy(layout: TensorLayout, strategy: str, group_size: int | None, 
 def scale_shape(layout: TensorLayout, strategy: str, group_size: int | None = None) -> tuple[int, ...]:
     """Shape of the scale (and zero point) of a static strategy; see the module's table."""
     heads, dim, channels = layout.heads, layout.head_dim, layout.channels
-    states = layout.kind == "states"
+    states = layout.is_states
     if strategy == "tensor":
         return (1,)
     if strategy == "channel":
@@ -118,7 +135,7 @@ def reduce_stat(finest: Tensor, layout: TensorLayout, strategy: str, group_size:
         grouped, dims = finest, (1,)
     elif strategy == "group":
         grouped, dims = finest.reshape(-1, group_size or 1, *tail), (1,)
-    elif strategy == "channel" and layout.kind == "states":
+    elif strategy == "channel" and layout.is_states:
         grouped, dims = finest, (0,)
     else:
         return finest.reshape(*shape, *tail)
@@ -129,7 +146,9 @@ def reduce_stat(finest: Tensor, layout: TensorLayout, strategy: str, group_size:
 def expand_qparam(param: Tensor, layout: TensorLayout, strategy: str, group_size: int | None) -> Tensor:
     """Expand a static scale or zero point so that it broadcasts against the tensor itself."""
     if strategy == "group":
-        return param.repeat_interleave(group_size or 1, dim=-1)
+        param = param.repeat_interleave(group_size or 1, dim=-1)
+    if layout.kind == "states_bshd" and param.dim() == 3:
+        return param.squeeze(1)
     if strategy == "attn_head" and layout.kind == "projection":
         return param.repeat_interleave(layout.head_dim)
     return param

@@ -119,9 +119,10 @@ def dialect(name: str) -> Emit:
 
 def _axis(planned: PlannedSite) -> int | None:
     """The one dim along which a site's expanded scales vary, or None where they vary along two."""
-    if planned.layout.kind != "states":
+    _, heads = planned.layout.axes
+    if heads is None:
         return 2
-    return {"channel": 3, "attn_head": 1}.get(planned.args.strategy)
+    return {"channel": 3, "attn_head": heads}.get(planned.args.strategy)
 
 
 def _one_dim(call: CallBuilder, param: Node, strategy: str) -> Node:
@@ -138,8 +139,13 @@ def _expand(call: CallBuilder, param: Node, planned: PlannedSite) -> Node:
     elif strategy == "attn_head" and layout.kind == "projection":
         copies = layout.head_dim
     else:
-        return param
+        copies = 1
     shape = [int(dim) for dim in param.meta["val"].shape]
+    if layout.kind == "states_bshd" and len(shape) == 3:
+        shape.pop(1)
+        param = call(aten.view.default, param, shape)
+    if copies == 1:
+        return param
     split = call(aten.view.default, param, [*shape, 1])
     spread = call(aten.expand.default, split, [*shape, copies])
     whole = call(aten.clone.default, spread, memory_format=torch.contiguous_format)

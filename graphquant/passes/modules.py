@@ -21,7 +21,7 @@ def kept_rows(x: Tensor, mask: Tensor | None, layout: TensorLayout, where: str) 
     """
     if mask is None:
         return layout.rows(x)
-    sequence = x.shape[2 if layout.kind == "states" else 1]
+    sequence = x.shape[layout.axes[0]]
     keep = mask[:, mask.shape[1] - sequence :].to(torch.bool)
     if keep.shape != (x.shape[0], sequence):
         raise CalibrationError(
@@ -101,12 +101,6 @@ class SiteObserver(_SiteModule):
         buffers, self.seen_batches = snapshot
         for name, value in buffers.items():
             setattr(self, name, value)
-
-    def reset(self) -> None:
-        """Forget everything."""
-        for name, value in self.observer.init(self.planned.grain).items():
-            self.get_buffer(name).copy_(value)
-        self.seen_batches = 0
 
 
 class SiteFakeQuant(_SiteModule):

@@ -11,7 +11,7 @@ from graphquant.errors import ConfigError, ConvertError
 from graphquant.graph import find_attention
 from graphquant.passes.editor import insertion_point, readers, refuse_in_place
 from graphquant.passes.modules import SiteFakeQuant, SiteObserver
-from graphquant.passes.prepared import Origin, attach, set_mode
+from graphquant.passes.prepared import Origin, attach, is_prepared, set_mode
 from graphquant.passes.unlift import Unlifted
 from graphquant.plan import PlannedSite, check_config, make_plan
 from graphquant.records import node_name, refuse_converted
@@ -30,9 +30,11 @@ def prepare(
     Raises:
         CaptureError, NoAttentionError, SelectorError, StrategyError: see ``capture`` and ``make_plan``.
         ConfigError: the config is no QuantizationConfig, or the mask is not 2-D or not there.
-        ConvertError: the program was converted before, or a site cannot be rewritten.
+        ConvertError: the module is prepared or the program converted already, or a site cannot be rewritten.
     """
     check_config(config)
+    if isinstance(model, nn.Module) and is_prepared(model):
+        raise ConvertError("this module is prepared already: give prepare the model or program that it was made of")
     program = capture(model)
     refuse_converted(program)
     sites = find_attention(program)

@@ -76,6 +76,11 @@ def origin_of(prepared: nn.Module) -> Origin:
     return origin
 
 
+def is_prepared(module: nn.Module) -> bool:
+    """Whether a module was made by ``prepare``, or is a compiled one that was."""
+    return bool(observers(getattr(module, "_orig_mod", module)))
+
+
 def observers(prepared: nn.Module) -> list[SiteObserver]:
     """The observers of a prepared module, in plan order."""
     return [module for module in prepared.modules() if isinstance(module, SiteObserver)]

@@ -207,6 +207,17 @@ def test_saved_programs_that_cannot_be_read(workspace: Workspace, here: Path) ->
     assert error_of("evaluate", workspace.model, "folder.pt2") == "folder.pt2 is a folder: expected a .pt2 file"
     assert "does not end in .pt2" in error_of("evaluate", workspace.model, workspace.model / "config.json")
     assert "does not exist" in error_of("sites", "./none")
+    assert "does not end in .pt2" in error_of("report", workspace.model / "config.json")
+
+
+def test_a_saved_program_keeps_its_dtype(workspace: Workspace) -> None:
+    message = "captured.pt2 is a saved program, whose dtype is fixed: leave out --dtype bfloat16"
+    assert error_of(*workspace.quantize(), "--dtype", "bfloat16").endswith(message)
+
+
+def test_rows_longer_than_the_models_positions(workspace: Workspace) -> None:
+    long = ("quantize", workspace.model, "--preset", "int8-kv-tensor", "--output", "out.pt2", "--length", 100_000)
+    assert re.search(r"^rows of 100000 tokens .* has \d+ positions: give a --length of at most \d+$", error_of(*long))
 
 
 def test_a_program_is_not_quantized_twice(workspace: Workspace) -> None:

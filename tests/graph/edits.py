@@ -18,7 +18,8 @@ def edited(exported: Any, edit: Callable[[Graph], None]) -> AttentionSites:
     graph = deepcopy(exported.graph)
     edit(graph)
     graph.lint()
-    return find_attention(SimpleNamespace(graph=graph, graph_signature=exported.graph_signature))
+    module = SimpleNamespace(graph=graph)
+    return find_attention(SimpleNamespace(graph_module=module, graph_signature=exported.graph_signature))
 
 
 def last(graph: Graph, op: Any) -> Node:

@@ -223,6 +223,30 @@ def query_scaled_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @spelling()
+def scores_turned(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (k @ q.mT).mT.softmax(-1) @ v
+
+
+@spelling()
+def einsum_of_states(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = torch.einsum("bhqd,bhkd->bhqk", q, k).softmax(-1)
+    return torch.einsum("bhqk,bhkd->bhqd", weights, v)
+
+
+@spelling(kv_heads=2)
+def einsum_in_any_order(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.einsum("...kd, ...qd -> ...qk", repeat_kv(k, 2), q)
+    return torch.einsum("bhkd,bhqk->bhqd", repeat_kv(v, 2), scores.softmax(-1))
+
+
+@spelling(kv_heads=2)
+def einsum_of_grouped_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    grouped = q.reshape(q.shape[0], 2, 2, q.shape[2], HEAD_DIM)
+    weights = torch.einsum("bgnqd,bgkd->bgnqk", grouped, k).softmax(-1)
+    return torch.einsum("bgnqk,bgkd->bgnqd", weights, v).flatten(1, 2)
+
+
+@spelling()
 def one_copy_of_grouped_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return ((q.unsqueeze(2) @ k.unsqueeze(2).mT).softmax(-1) @ v.unsqueeze(2)).squeeze(2)
 

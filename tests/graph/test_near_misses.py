@@ -30,8 +30,8 @@ def values_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (v.mT @ (q @ k.mT).softmax(-1)).mT
 
 
-def turned_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return (k @ q.mT).mT.softmax(-1) @ v
+def turned_weights(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT).softmax(-1).mT @ v
 
 
 def weights_alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -69,10 +69,20 @@ class Prototypes(Attention):
 
 
 class Einsum(Attention):
+    """Sums over the queries where attention sums over the keys."""
+
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.project(x)
         weights = torch.einsum("bhqd,bhkd->bhqk", q, k).softmax(-1)
-        return torch.einsum("bhqk,bhkd->bhqd", weights, v)
+        return torch.einsum("bhqk,bhqd->bhkd", weights, v)
+
+
+class TwoDimScores(Attention):
+    """One head of one sequence, without a batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (linear(x[0]) for linear in (self.q_proj, self.k_proj, self.v_proj))
+        return (q @ k.mT).softmax(-1) @ v
 
 
 NOT_ATTENTION: dict[str, tuple[nn.Module, str]] = {
@@ -80,14 +90,18 @@ NOT_ATTENTION: dict[str, tuple[nn.Module, str]] = {
         Attention(over_queries),
         r"softmax over dim 2 of \[.*\]; expected the last dim, the keys",
     ),
-    "linear attention": (Attention(linear_attention), r"scores come from transpose.*; expected a product Q·Kᵀ"),
+    "linear attention": (Attention(linear_attention), r"scores come from the linear linear; expected a product of two"),
     "V·P": (Attention(values_first), r"matmul_1 does not multiply the weights by values from the right; expected P·V"),
-    "scores transposed": (Attention(turned_scores), r"scores come from \w+ \(aten::mT\); expected a product Q·Kᵀ"),
+    "scores transposed": (
+        Attention(turned_weights),
+        r"matmul_1 does not multiply the weights by values from the right",
+    ),
     "no values": (Attention(weights_alone), r"its weights go to sum_1 \(aten::sum\); expected a product P·V"),
     "router": (Router(), r"scores come from the linear linear; expected a product of two activations, Q·Kᵀ"),
     "sdpa on 2-D": (TwoDims(sdpa_causal), r"its query, key and value are not tensors of 3 to 5 dims"),
     "keys are a weight": (Prototypes(), r"scores come from the linear matmul; expected a product of two activations"),
-    "einsum": (Einsum(sdpa_causal), r"scores come from einsum \(aten::einsum\); expected a product Q·Kᵀ"),
+    "einsum": (Einsum(sdpa_causal), r"einsum_1 does not sum the weights times values over the keys; expected P·V"),
+    "2-D": (TwoDimScores(sdpa_causal), r"softmax over \[.*\]; expected scores of 3 to 5 dims, \[B, H, S, S\]"),
 }
 
 

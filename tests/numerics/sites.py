@@ -37,12 +37,13 @@ class Site:
 
     def tensor_shape(self, batch: int, seq: int) -> tuple[int, ...]:
         heads, dim = self.layout.heads, self.layout.head_dim
-        return (batch, heads, seq, dim) if self.layout.kind == "states" else (batch, seq, heads * dim)
+        shapes = {"states": (batch, heads, seq, dim), "states_bshd": (batch, seq, heads, dim)}
+        return shapes.get(self.layout.kind, (batch, seq, heads * dim))
 
     def owner(self, head: int, channel: int) -> tuple[int, ...]:
         """Index of the scale that value (head, channel) of a token uses: the design's table, value by value."""
         flat = head * self.layout.head_dim + channel
-        states = self.layout.kind == "states"
+        states = self.layout.kind in ("states", "states_bshd")
         return {
             "tensor": (0,),
             "channel": (channel,) if states else (flat,),
@@ -78,8 +79,8 @@ STATIC_SITES = [
     for kind in ("projection", "states")
     for heads, head_dim in ((4, 4), (2, 8), (1, 6))
     for site in static_sites(kind, heads, head_dim)
-]
-SITES = STATIC_SITES + [Site(TensorLayout(kind, 2, 8), "token") for kind in ("projection", "states")]
+] + static_sites("states_bshd", 2, 4)
+SITES = STATIC_SITES + [Site(TensorLayout(kind, 2, 8), "token") for kind in ("projection", "states", "states_bshd")]
 """Small sites for laws over random tensors."""
 
 

@@ -86,7 +86,8 @@ def test_every_state_counts_its_rows_and_has_the_finest_min_and_max(name: str) -
 @EVERY_GRAIN
 def test_padding_never_counts(name: str, grain: Grain) -> None:
     observer, layout = OBSERVERS[name], grain.layout
-    shape = (2, layout.heads, 5, layout.head_dim) if layout.kind == "states" else (2, 5, layout.channels)
+    heads, dim = layout.heads, layout.head_dim
+    shape = {"states": (2, heads, 5, dim), "states_bshd": (2, 5, heads, dim)}.get(layout.kind, (2, 5, heads * dim))
     x = torch.randn(shape, generator=torch.Generator().manual_seed(4))
     mask = torch.tensor([[False, False, True, True, True], [True, True, True, True, False]])
     clean = observed(observer, grain, layout.rows(x, mask))

@@ -84,6 +84,15 @@ class EnableGQA(Base):
         return self.join(F.scaled_dot_product_attention(*self.qkv(x), is_causal=True, enable_gqa=True))
 
 
+class Einsum(Base):
+    """States that stay [B, S, H, D], as an einsum reads them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (states.transpose(1, 2) for states in self.qkv(x))
+        weights = torch.einsum("bqhd,bkhd->bhqk", q, k).softmax(-1)
+        return self.join(torch.einsum("bhqk,bkhd->bhqd", weights, v))
+
+
 class ThreeInputs(Base):
     inputs = ("x", "y", "z")
 

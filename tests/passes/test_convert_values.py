@@ -7,6 +7,7 @@ import torch
 from torch.export import ExportedProgram
 
 import graphquant as gq
+from graphquant.graph.sites import STATES
 from graphquant.passes.prepared import origin_of
 from tests.passes.helpers import (
     FORMATS,
@@ -19,7 +20,7 @@ from tests.passes.helpers import (
     config,
     values_at,
 )
-from tests.passes.modules import ThreeInputs, export, x_of
+from tests.passes.modules import Einsum, ThreeInputs, export, x_of
 from tests.tiny import tiny_batch, tiny_batches
 
 TRIPLES = [
@@ -67,6 +68,14 @@ def test_every_strategy_and_format_is_exact_on_inputs(
     batches = [{name: x_of(3, 5, seed=seed) for seed, name in enumerate("xyz")}]
     c = config("inputs", *(args(strategy, **FORMATS[name]) for name in triple))
     assert_converts_exactly(calibrated(three_inputs, c, batches), batches)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_states_in_the_order_of_an_einsum_are_exact(mix: str) -> None:
+    program = export(Einsum(), x=x_of(2, 5))
+    prepared = calibrated(program, MIXES[mix], [{"x": x_of(3, 7, seed=1)}])
+    assert {site.layout.kind for site in origin_of(prepared).sites if site.role in STATES} == {"states_bshd"}
+    assert_converts_exactly(prepared, [{"x": x_of(1, 1)}, {"x": x_of(3, 7)}])
 
 
 @pytest.mark.parametrize("mix", MIXES)

@@ -8,7 +8,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 import graphquant as gq
-from graphquant.errors import ConfigError, SelectorError
+from graphquant.errors import ConfigError, ConvertError, SelectorError
 from graphquant.passes.modules import SiteFakeQuant, SiteObserver
 from graphquant.passes.prepared import fake_quants, observers, origin_of
 from tests.passes.helpers import PLACES, args, both, call_names, config, run, wiring
@@ -133,6 +133,12 @@ def test_sites_of_one_tensor_share_their_modules(tiny_program: ExportedProgram) 
 def test_anything_but_a_config_is_refused(one_layer: ExportedProgram, given: object) -> None:
     with pytest.raises(ConfigError, match=f"expected a QuantizationConfig, found {type(given).__name__}"):
         gq.prepare(one_layer, given)  # type: ignore[arg-type]
+
+
+def test_a_prepared_module_is_not_prepared_again(one_layer: ExportedProgram) -> None:
+    prepared = gq.prepare(one_layer, gq.preset("int8-kv-tensor"))
+    with pytest.raises(ConvertError, match=r"^this module is prepared already: give prepare the model or program"):
+        gq.prepare(prepared, gq.preset("int8-kv-tensor"))
 
 
 def test_a_config_that_selects_nothing_is_refused(one_layer: ExportedProgram) -> None:
