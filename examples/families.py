@@ -44,6 +44,8 @@ class Family:
     layers: tuple[int, ...] = (0,)
     linears: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj")
     lacks: Mapping[str, str] = field(default_factory=dict)
+    lacks_cached: Mapping[str, str] = field(default_factory=dict)
+    """Sites that are lacking where there is a cache in the graph."""
     shares: Mapping[int, int] = field(default_factory=dict)
     """Layers whose keys and values are those of another."""
     fused: Mapping[str, str] = field(default_factory=dict)
@@ -59,6 +61,10 @@ class Family:
                 nn.init.uniform_(parameter, 0.5, 1.5)
         return built.eval()
 
+    def missing(self, cache: str | None) -> dict[str, str]:
+        """The sites that a graph lacks, with the reasons."""
+        return {**self.lacks, **(self.lacks_cached if cache else {})}
+
     def dims(self, role: str) -> str:
         """The dims of a role's tensor."""
         letter = role[0]
@@ -71,6 +77,7 @@ def _interleaved(*letters: str) -> dict[str, str]:
     return {f"{letter}_proj.output": INTERLEAVED for letter in letters}
 
 
+TWO_LINEARS = "one part of each key comes from the latent, the other from a linear of its own"
 LATENT = "keys and values come from one latent; what is cached is the latent, and they are made anew from all of it"
 NO_SDPA = "transformers has no sdpa for it"
 
@@ -185,8 +192,9 @@ FAMILIES: dict[str, Family] = {
         },
         kv_heads=4,
         v_head_dim=12,
-        linears=("q_b_proj", "", ""),
-        lacks={f"{letter}_proj.{end}": LATENT for letter in "kv" for end in ("input", "output")},
+        linears=("q_b_proj", "kv_b_proj", "kv_b_proj"),
+        lacks={"k_proj.input": TWO_LINEARS, "k_proj.output": TWO_LINEARS, **_interleaved("v")},
+        lacks_cached={"v_proj.input": LATENT},
         differs="latent attention: V head_dim ≠ QK head_dim",
     ),
     "gpt-oss": Family(

@@ -42,6 +42,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
         "_scaled_dot_product_fused_attention_overrideable",
         "_scaled_dot_product_attention_math",
     ),
+    "allocate": ("empty", "new_empty", "empty_like", "empty_permuted", "new_zeros", "zeros", "zeros_like", "new_full"),
     "shape": ("sym_size", "_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size"),
 }
 _NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"  # torch.export's entry for a node of no module

@@ -11,6 +11,7 @@ from torch.fx import Node
 
 from graphquant.graph import ops
 from graphquant.graph.shapes import shape, show, static
+from graphquant.graph.writes import family, fills
 
 _MOVES_WEIGHT = ("alias", "cast", "permute", "expand", "reshape")
 
@@ -107,7 +108,9 @@ def _search(states: Node, inputs: frozenset[str]) -> tuple[list[Node], list[Node
             linears.append(node)
             continue
         between.append(node)
-        fresh = [source for source in ops.tensor_inputs(node) if source not in seen and ops.kind(node) != "shape"]
+        written = {source for write in fills(node) for source in ops.tensor_inputs(write)} - family(node)
+        sources = written if ops.kind(node) == "allocate" else ops.tensor_inputs(node)
+        fresh = [source for source in sources if source not in seen and ops.kind(node) != "shape"]
         seen.update(fresh)
         stack.extend(fresh)
     return between, linears

@@ -17,6 +17,7 @@ from torch.fx.node import map_arg
 
 from graphquant.errors import ConvertError
 from graphquant.graph import AttentionSites, ops
+from graphquant.graph.writes import family, fills, shared
 from graphquant.plan import PlannedSite
 from graphquant.records import node_name
 
@@ -161,10 +162,10 @@ class CallBuilder:
 
 
 def insertion_point(node: Node) -> Node:
-    """Where calls on a node's value may start: behind it, and behind the last placeholder if it is one itself."""
+    """Where calls on a node's value may start: behind it, behind what fills it, and behind the last placeholder."""
     while node.op == "placeholder" and node.next.op == "placeholder":
         node = node.next
-    return node
+    return fills(node)[-1] if fills(node) else node
 
 
 def readers(node: Node, planned: PlannedSite, sites: AttentionSites, nodes: Mapping[str, Node]) -> list[Node]:
@@ -173,7 +174,8 @@ def readers(node: Node, planned: PlannedSite, sites: AttentionSites, nodes: Mapp
     All that read values, and not only its shape or dtype; of the input of some projections, theirs alone: other
     projections, an MLP beside the attention and a residual sum may read the same tensor.
     """
-    users = [user for user in node.users if ops.kind(user) != "shape"]
+    start = insertion_point(node)
+    users = [user for user in node.users if ops.kind(user) != "shape" and (user > start or not fills(node))]
     if not planned.site.role.endswith(".input"):
         return users
     towards: set[Node] = set()
@@ -192,33 +194,20 @@ def refuse_in_place(node: Node, planned: PlannedSite) -> None:
         ConvertError: naming the op.
     """
     base = node
-    while sources := _shared(base):
+    while sources := shared(base):
         base = next(iter(sources))
-    family, stack = {base}, [base]
-    while stack and base is not node:
-        fresh = [
-            user for user in stack.pop().users if user not in family and not _shared(user).keys().isdisjoint(family)
-        ]
-        family.update(fresh)
-        stack.extend(fresh)
-    for writer in sorted(family | set(node.users)):
-        written = {source for source, writes in _shared(writer).items() if writes}
-        if writer > node and not written.isdisjoint(family):
+    members = {base} if base is node else family(base)
+    start = insertion_point(node) if fills(node) else node
+    early = [user for user in node.users if user < start and user not in family(node) and ops.kind(user) != "shape"]
+    if early:
+        raise ConvertError(
+            f"{planned.site.where} is read by {early[0].name} before {start.name} has filled it: fill it first, or "
+            "leave this site out with ignore"
+        )
+    for writer in sorted(members | set(node.users)):
+        written = {source for source, writes in shared(writer).items() if writes}
+        if writer > start and not written.isdisjoint(members):
             raise ConvertError(
                 f"{planned.site.where} is overwritten in place by {writer.name} ({writer.target}): use an "
                 "out-of-place op in the model, or leave this site out with ignore"
             )
-
-
-def _shared(node: Node) -> dict[Node, bool]:
-    """The inputs whose storage the result of a call may share, each with whether the call writes to it."""
-    if ops.kind(node) == "getitem":
-        return {node.all_input_nodes[0]: False}
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return {}
-    bound = ops.bound(node)
-    return {
-        bound[argument.name]: argument.alias_info.is_write
-        for argument in node.target._schema.arguments
-        if argument.alias_info is not None and isinstance(bound.get(argument.name), Node)
-    }

@@ -93,6 +93,29 @@ class Einsum(Base):
         return self.join(torch.einsum("bhqk,bkhd->bhqd", weights, v))
 
 
+class Filled(Base):
+    """Keys that are allocated first and filled in two parts, as latent attention joins them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x)
+        keys = k.new_empty(k.shape)
+        keys[..., :3] = k[..., :3]
+        keys[..., 3:] = k[..., 3:] * 2.0
+        return self.join(F.scaled_dot_product_attention(q, keys, v, is_causal=True))
+
+
+class FilledLater(Base):
+    """Keys of which one part is written after they were read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x)
+        keys = k.new_zeros(k.shape)
+        keys[..., :3], keys[..., 3:] = k[..., :3], k[..., 3:]
+        first = F.scaled_dot_product_attention(q, keys, v, is_causal=True)
+        keys[..., 0] = 0.0
+        return self.join(first + F.scaled_dot_product_attention(q, keys, v, is_causal=True))
+
+
 class ThreeInputs(Base):
     inputs = ("x", "y", "z")
 

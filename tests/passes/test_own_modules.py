@@ -14,8 +14,11 @@ from graphquant.errors import ConvertError, SelectorError
 from graphquant.records import records
 from tests.passes.helpers import STRATEGIES, args, assert_converts_exactly, assert_same, both, calibrated, config, run
 from tests.passes.modules import (
+    HEAD_DIM,
     Cached,
     EnableGQA,
+    Filled,
+    FilledLater,
     KeysAreValues,
     Overwritten,
     Parallel,
@@ -59,6 +62,27 @@ def test_a_write_that_a_copy_does_not_miss_is_no_hindrance(how: str, c: gq.Quant
     for batch in BATCHES:
         assert_same(prepared(**batch).detach(), run(program, batch))
     assert_converts_exactly(prepared, BATCHES)
+
+
+def test_keys_that_are_filled_after_they_were_allocated() -> None:
+    """Their node computes nothing: what is observed and quantized is what the last write leaves."""
+    program = exported(Filled)
+    prepared = gq.prepare(program, STATES)
+    for batch in BATCHES:
+        assert_same(prepared(**batch).detach(), run(program, batch))
+    model = Filled()
+    with torch.no_grad():
+        parts = torch.tensor([1.0] * 3 + [2.0] * (HEAD_DIM - 3))
+        amax = max(float((model.heads(model.k_proj(batch["x"])) * parts).abs().max()) for batch in BATCHES)
+    assert gq.calibrate(prepared, BATCHES, progress=False)["attention_0.key_states"].amax == amax
+    assert_converts_exactly(prepared, BATCHES)
+    gq.set_mode(prepared, "fake_quant")
+    assert not torch.equal(prepared(**BATCHES[0]), run(program, BATCHES[0]))
+
+
+def test_keys_that_are_read_before_they_are_filled_are_refused() -> None:
+    with pytest.raises(ConvertError, match=r"key_states .* is read by \w+ before \w+ has filled it: fill it first"):
+        gq.prepare(exported(FilledLater), STATES)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
