@@ -210,21 +210,4 @@ FAMILIES: dict[str, Family] = {
         layers=(1,),
         differs="hybrid: convolutions, and attention in some layers only",
     ),
-    "Qwen3-Next": Family(
-        config="Qwen3Next",
-        settings={
-            **EXPERTS,
-            "num_hidden_layers": 2,
-            "head_dim": 16,
-            "layer_types": ["linear_attention", "full_attention"],
-            "shared_expert_intermediate_size": 32,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 2,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
-        },
-        layers=(1,),
-        lacks={"q_proj.output": "each head's query lies beside its gate in one linear"},
-        differs="hybrid: linear attention, and gated attention in some layers only",
-    ),
 }

@@ -1,5 +1,6 @@
 """Quantize the attention and the KV cache of Llama-style models as a torch.export graph pass."""
 
+from graphquant.backends import lower
 from graphquant.calibration import Calibration
 from graphquant.capture import capture
 from graphquant.config import QuantizationArgs, QuantizationConfig, QuantizationScheme, preset
@@ -24,6 +25,7 @@ __all__ = [
     "convert",
     "evaluate",
     "find_attention",
+    "lower",
     "measure",
     "prepare",
     "preset",

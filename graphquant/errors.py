@@ -12,6 +12,10 @@
     │   ├── NotCalibratedError   a planned site that observed nothing
     │   └── NonFiniteError       a NaN or Inf among the observed values
     ├── ConvertError             a graph edit that cannot be done exactly
+    ├── LowerError               a program that a backend cannot take
+    │   ├── BackendMissingError  a backend whose package is not installed
+    │   ├── UnsupportedError     a setting that the backend is known not to do right
+    │   └── MismatchError        an artifact that computes something else than its program
     ├── DataError                calibration or evaluation text that cannot be used
     ├── ModelError               a model that cannot be loaded
     └── OutputError              a result that cannot be written or read
@@ -56,6 +60,22 @@ class NonFiniteError(CalibrationError):
 
 class ConvertError(GraphQuantError):
     """A program cannot be rewritten as planned."""
+
+
+class LowerError(GraphQuantError):
+    """A program cannot be lowered to a backend."""
+
+
+class BackendMissingError(LowerError):
+    """The package of a backend is not installed."""
+
+
+class UnsupportedError(LowerError):
+    """A backend cannot do a site's setting right, which is known before any work is done."""
+
+
+class MismatchError(LowerError):
+    """A lowered artifact does not compute what its program computes."""
 
 
 class DataError(GraphQuantError):

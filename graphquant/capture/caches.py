@@ -59,7 +59,12 @@ def capture_static_cache(model: nn.Module, max_cache_len: int) -> ExportedProgra
     ids = torch.zeros(1, min(_SEQUENCE, max_cache_len), dtype=torch.int64, device=next(model.parameters()).device)
     kwargs = {"input_ids": ids, "cache_position": torch.arange(ids.shape[1], device=ids.device)}
     sequence = Dim("sequence", min=1, max=max_cache_len)
-    return export(shim, (), kwargs, {"input_ids": {1: sequence}, "cache_position": {0: sequence}})
+    program = export(shim, (), kwargs, {"input_ids": {1: sequence}, "cache_position": {0: sequence}})
+    _require_one_token(program, {name: value[..., :1] for name, value in kwargs.items()}, model)
+    for index, layer in enumerate(layers):
+        for name in _names(index) if layer.keys is not None else ():
+            program.constants[name].zero_()  # what the trial wrote
+    return program
 
 
 def _names(index: int) -> tuple[str, str]:
@@ -112,7 +117,27 @@ def capture_inputs_cache(model: nn.Module) -> ExportedProgram:
         "attention_mask": {0: free, 1: free},
         "past_key_values": tuple(({0: free, 2: free}, {0: free, 2: free}) for _ in past),
     }
-    return _from_one_token_on(export(with_forward(model, forward), (), kwargs, shapes))
+    program = _from_one_token_on(export(with_forward(model, forward), (), kwargs, shapes))
+    one = {"input_ids": ids[:1, :1], "attention_mask": ids.new_ones(1, 2)}
+    nothing = tuple(tuple(states[:1, :, :1] for states in pair) for pair in past)
+    _require_one_token(program, one | {"past_key_values": nothing}, model)
+    return program
+
+
+def _require_one_token(program: ExportedProgram, inputs: dict[str, Any], model: nn.Module) -> None:
+    """Run a program on one token: a model may slice by the length of the cache, which only a longer sequence allows.
+
+    Raises:
+        CaptureError: it does not run.
+    """
+    try:
+        with torch.no_grad():
+            program.module()(**inputs)
+    except (AssertionError, RuntimeError) as error:
+        raise CaptureError(
+            f"the graph that torch.export makes of {type(model).__name__} with a cache does not run on one token, as "
+            "the model slices its positions by the length of the cache: capture it with cache=None"
+        ) from error
 
 
 def _from_one_token_on(program: ExportedProgram) -> ExportedProgram:

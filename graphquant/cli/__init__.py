@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from graphquant.cli import evaluate, presets, quantize, report, sites
+from graphquant.cli import backends, compile, evaluate, presets, quantize, report, sites
 from graphquant.cli.console import Console, GuardedCommand, LenientGroup
 
 app = typer.Typer(
@@ -42,7 +42,16 @@ def start(
     context.obj = Console(debug=debug, quiet=quiet)
 
 
-for command in (sites.sites, quantize.quantize, report.report, evaluate.evaluate, presets.presets):
+COMMANDS = (
+    sites.sites,
+    quantize.quantize,
+    report.report,
+    evaluate.evaluate,
+    compile.compile,
+    backends.backends,
+    presets.presets,
+)
+for command in COMMANDS:
     app.command(cls=GuardedCommand)(command)
 
 

@@ -15,20 +15,34 @@ Both compute what ``numerics.affine`` computes, operation for operation.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.ao.quantization.fx._decomposed
 from torch.fx import Node
 
+from graphquant.config import QuantizationArgs
 from graphquant.errors import ConvertError
+from graphquant.numerics import TensorLayout
 from graphquant.numerics.affine import DEAD_STEP, SMALLEST_STEP
 from graphquant.passes.editor import CallBuilder
-from graphquant.plan import PlannedSite
 
 aten = torch.ops.aten
 decomposed = torch.ops.quantized_decomposed
 _DECOMPOSED_INPUTS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Setting(Protocol):
+    """How a tensor is quantized, and where its heads and channels lie; a planned site is one."""
+
+    @property
+    def args(self) -> QuantizationArgs:
+        """Number format and strategy."""
+
+    @property
+    def layout(self) -> TensorLayout:
+        """Where heads and channels lie."""
 
 
 class Qparams(NamedTuple):
@@ -46,12 +60,10 @@ class Names(NamedTuple):
     dequantize: str
 
 
-Emit = Callable[[CallBuilder, Node, PlannedSite, Qparams | None, Names], tuple[Node, Node]]
+Emit = Callable[[CallBuilder, Node, Setting, Qparams | None, Names], tuple[Node, Node]]
 
 
-def emit_aten(
-    call: CallBuilder, x: Node, planned: PlannedSite, qparams: Qparams | None, names: Names
-) -> tuple[Node, Node]:
+def emit_aten(call: CallBuilder, x: Node, planned: Setting, qparams: Qparams | None, names: Names) -> tuple[Node, Node]:
     """The pair in plain arithmetic; without qparams they are computed per token in the graph."""
     args = planned.args
     wide = _to(call, x, torch.float32)
@@ -79,30 +91,44 @@ def emit_aten(
     return quantized, call(aten._to_copy.default, values, dtype=dtype, name=names.dequantize)
 
 
-def emit_pt2e(
-    call: CallBuilder, x: Node, planned: PlannedSite, qparams: Qparams | None, names: Names
-) -> tuple[Node, Node]:
-    """The pair as quantized_decomposed ops where those are exact, else as ``emit_aten``."""
-    dtype, strategy = planned.args.dtype, planned.args.strategy
-    value = x.meta["val"]
-    if qparams is None or dtype.is_float or value.dtype not in _DECOMPOSED_INPUTS:
-        return emit_aten(call, x, planned, qparams, names)
-    limits = (int(dtype.qmin), int(dtype.qmax), dtype.storage)
-    out = {} if value.dtype == torch.float32 else {"out_dtype": value.dtype}
-    if qparams.literal is not None:
-        given: tuple[Any, ...] = (*qparams.literal, *limits)
-        quantize, dequantize = decomposed.quantize_per_tensor.default, decomposed.dequantize_per_tensor.default
-    else:
-        axis = _axis(planned)
-        if axis is None:
+@dataclass(frozen=True)
+class Decomposed:
+    """The pair as quantized_decomposed ops where those are exact, else as ``emit_aten``.
+
+    For compilers that take less: ``per_tensor`` is whether the ops of one scale may be used, ``axes`` are the dims
+    along which scales may lie.
+    """
+
+    per_tensor: bool = True
+    axes: tuple[int, ...] = (1, 2, 3)
+
+    def __call__(
+        self, call: CallBuilder, x: Node, planned: Setting, qparams: Qparams | None, names: Names
+    ) -> tuple[Node, Node]:
+        """Emit the pair."""
+        dtype, strategy = planned.args.dtype, planned.args.strategy
+        value = x.meta["val"]
+        if qparams is None or dtype.is_float or value.dtype not in _DECOMPOSED_INPUTS:
             return emit_aten(call, x, planned, qparams, names)
-        scale, zero_point = (_one_dim(call, _expand(call, node, planned), strategy) for node in qparams[:2])
-        given = (scale, zero_point, axis, *limits)
-        quantize, dequantize = decomposed.quantize_per_channel.default, decomposed.dequantize_per_channel.default
-    quantized = call(quantize, x, *given, name=names.quantize)
-    return quantized, call(dequantize, quantized, *given, name=names.dequantize, **out)
+        limits = (int(dtype.qmin), int(dtype.qmax), dtype.storage)
+        out = {} if value.dtype == torch.float32 else {"out_dtype": value.dtype}
+        if qparams.literal is not None:
+            given: tuple[Any, ...] = (*qparams.literal, *limits)
+            quantize, dequantize = decomposed.quantize_per_tensor.default, decomposed.dequantize_per_tensor.default
+            if not self.per_tensor:
+                return emit_aten(call, x, planned, qparams, names)
+        else:
+            axis = _axis(planned)
+            if axis is None or axis not in self.axes:
+                return emit_aten(call, x, planned, qparams, names)
+            scale, zero_point = (_one_dim(call, _expand(call, node, planned), strategy) for node in qparams[:2])
+            given = (scale, zero_point, axis, *limits)
+            quantize, dequantize = decomposed.quantize_per_channel.default, decomposed.dequantize_per_channel.default
+        quantized = call(quantize, x, *given, name=names.quantize)
+        return quantized, call(dequantize, quantized, *given, name=names.dequantize, **out)
 
 
+emit_pt2e = Decomposed()
 DIALECTS: dict[str, Emit] = {"pt2e": emit_pt2e, "aten": emit_aten}
 
 
@@ -117,7 +143,7 @@ def dialect(name: str) -> Emit:
     return DIALECTS[name]
 
 
-def _axis(planned: PlannedSite) -> int | None:
+def _axis(planned: Setting) -> int | None:
     """The one dim along which a site's expanded scales vary, or None where they vary along two."""
     _, heads = planned.layout.axes
     if heads is None:
@@ -131,7 +157,7 @@ def _one_dim(call: CallBuilder, param: Node, strategy: str) -> Node:
     return param if len(shape) == 1 else call(aten.view.default, param, [shape.numel()])
 
 
-def _expand(call: CallBuilder, param: Node, planned: PlannedSite) -> Node:
+def _expand(call: CallBuilder, param: Node, planned: Setting) -> Node:
     """``expand_qparam`` as view, expand and view of a constant, which any compiler folds."""
     layout, strategy = planned.layout, planned.args.strategy
     if strategy == "group":
@@ -156,7 +182,7 @@ def _to(call: CallBuilder, x: Node, dtype: torch.dtype) -> Node:
     return x if x.meta["val"].dtype == dtype else call(aten._to_copy.default, x, dtype=dtype)
 
 
-def _token_qparams(call: CallBuilder, x: Node, planned: PlannedSite, shifted: bool) -> tuple[Node, Node | None]:
+def _token_qparams(call: CallBuilder, x: Node, planned: Setting, shifted: bool) -> tuple[Node, Node | None]:
     """``numerics.dynamic_qparams`` node for node, the zero point where codes are ``shifted`` by it."""
     dtype, symmetric = planned.args.dtype, planned.args.symmetric
     low = call(aten.clamp.default, call(aten.amin.default, x, [-1], True), None, 0.0)

@@ -28,6 +28,8 @@ def rebuild(
     graph: Graph | None = None,
     signature: Any = None,
     state_dict: Mapping[str, Tensor] | None = None,
+    range_constraints: Any = None,
+    module_call_graph: Any = None,
 ) -> ExportedProgram:
     """A program like ``program`` with some of its parts replaced; torch's verifier checks the result.
 
@@ -38,8 +40,8 @@ def rebuild(
         graph=copied_graph(program) if graph is None else graph,
         graph_signature=program.graph_signature if signature is None else signature,
         state_dict=dict(program.state_dict if state_dict is None else state_dict),
-        range_constraints=program.range_constraints,
-        module_call_graph=program.module_call_graph,
+        range_constraints=program.range_constraints if range_constraints is None else range_constraints,
+        module_call_graph=program.module_call_graph if module_call_graph is None else module_call_graph,
         example_inputs=program.example_inputs,
         constants=program.constants,
         verifiers=[program.verifier],

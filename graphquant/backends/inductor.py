@@ -1,0 +1,77 @@
+"""Inductor: an AOTInductor package (``.pt2``), a shared library that runs without Python's torch.export."""
+
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from shutil import copyfile
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+
+from graphquant.backends.base import YES, Backend, Batch, Capability, Lowered, Summary
+from graphquant.config import QuantizationArgs
+from graphquant.files import written_whole
+from graphquant.numerics import TensorLayout
+from graphquant.passes.dialects import Emit, emit_pt2e
+from graphquant.records import records
+
+_INTEGER_KERNELS = ("_weight_int8pack_mm", "onednn::qlinear", "onednn::qconv", "_int_mm")
+
+
+class Inductor(Backend):
+    """Everything works: the pairs are fused into pointwise loops, exact to float rounding."""
+
+    name = "inductor"
+    extra = None
+    modules = ()
+    suffix = ".pt2"
+    tolerance = 2e-5  # it fuses and reorders sums of floats
+
+    @property
+    def dialect(self) -> Emit:
+        """How pairs are said to this backend."""
+        return emit_pt2e
+
+    def capability(self, args: QuantizationArgs, layout: TensorLayout) -> Capability:
+        """Every setting."""
+        return YES
+
+    def compile(self, program: ExportedProgram, example: Batch, options: Mapping[str, Any]) -> Lowered:
+        """Compile to a package in a temporary folder, and load it."""
+        folder = TemporaryDirectory(prefix="graphquant-")
+        path = str(Path(folder.name) / "model.pt2")
+        with torch.no_grad():
+            package = torch._inductor.aoti_compile_and_package(program, package_path=path)
+        return _Package(Path(package), folder, sum(1 for _ in records(program)))
+
+
+class _Package(Lowered):
+    def __init__(self, path: Path, folder: TemporaryDirectory[str], pairs: int) -> None:
+        self._path, self._folder, self._pairs = path, folder, pairs
+        self._run = torch._inductor.aoti_load_package(str(path))
+
+    def run(self, inputs: Batch) -> list[Tensor]:
+        # AOTInductor trusts strides: it was compiled for contiguous inputs.
+        with torch.no_grad():
+            output = self._run(**{name: value.contiguous() for name, value in inputs.items()})
+        return [leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+
+    def save(self, path: str | Path) -> None:
+        with written_whole(path) as temporary:
+            copyfile(self._path, temporary)
+
+    def summary(self) -> Summary:
+        with zipfile.ZipFile(self._path) as archive:
+            sources = [archive.read(name).decode() for name in archive.namelist() if name.endswith(".cpp")]
+        kernels = sum(source.count(name) for source in sources for name in _INTEGER_KERNELS)
+        loops = sum(source.count('extern "C"') for source in sources)
+        return Summary(
+            backend="inductor",
+            pairs=self._pairs,
+            dedicated=0,
+            integer_kernels=kernels,
+            details={"C++ kernels, the pairs fused into them": loops},
+        )

@@ -1,0 +1,191 @@
+"""``lower``: refuse what cannot be right, say the pairs in the backend's dialect, compile, and check the artifact."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+
+from graphquant.backends.base import Backend, Batch, Lowered
+from graphquant.backends.registry import backend as backend_of
+from graphquant.errors import DataError, LowerError, MismatchError, UnsupportedError
+from graphquant.graph.writes import shared
+from graphquant.loops import input_names, runnable
+from graphquant.passes.redialect import SiteSetting, redialect
+from graphquant.passes.watching import with_outputs
+from graphquant.records import records
+
+CHECKED = ((2, 8), (1, 7))
+"""Batch and sequence of the inputs that a lowered artifact is checked on."""
+
+
+def lower(
+    program: ExportedProgram,
+    backend: str,
+    *,
+    examples: Sequence[Batch] | None = None,
+    check: bool = True,
+    tolerance: float | None = None,
+    **options: Any,
+) -> Lowered:
+    """Lower a program (as convert returns it, or a float one) to a backend, and check what came of it.
+
+    ``examples`` are batches of the program's inputs, the first of which is traced with and all of which are checked;
+    a program of ``input_ids`` and ``attention_mask`` needs none. ``check`` runs artifact and program on them and
+    compares, within ``tolerance`` of the largest |output| (by default the backend's own).
+
+    Raises:
+        LowerError: the backend is unknown or fails.
+        BackendMissingError: its package is not installed; the message names the extra.
+        UnsupportedError: a site's setting, or the program's dtype or cache, is one that the backend does not do right.
+        MismatchError: the artifact computes something else; the message names the first site that differs.
+    """
+    chosen = backend_of(backend)
+    if not isinstance(program, ExportedProgram):
+        raise LowerError(f"expected an ExportedProgram, as convert returns it, found {type(program).__name__}")
+    refuse(program, chosen)
+    chosen.require_installed()
+    batches = _examples(program, examples)
+    spoken = redialect(program, chosen.dialect)
+    lowered = _compiled(chosen, spoken, batches[0], options)
+    if check:
+        limit = _limit(chosen, program) if tolerance is None else tolerance
+        for batch in batches:
+            _compare(chosen, spoken, lowered, batch, limit, options)
+    return lowered
+
+
+def _limit(chosen: Backend, program: ExportedProgram) -> float:
+    settings = [record.quantization_args for _, record in records(program)]
+    on_ties = any(args.dynamic and args.symmetric and args.type != "float" for args in settings)
+    return max(chosen.tolerance, chosen.token_tolerance if on_ties else 0.0)
+
+
+def refuse(program: ExportedProgram, chosen: Backend) -> None:
+    """Refuse, before any work, what a backend is known not to do right.
+
+    Raises:
+        UnsupportedError: naming the site and the nearest setting that works.
+    """
+    for _, record in records(program):
+        setting = SiteSetting.of(record)
+        answer = chosen.capability(setting.args, setting.layout)
+        if not answer.works:
+            raise UnsupportedError(
+                f"{record.site}: backend {chosen.name!r} does not take {setting.args.summary()} at {record.dims}: "
+                f"{answer.reason}; the nearest that works is {answer.instead}"
+            )
+    dtypes = {str(value.dtype).removeprefix("torch.") for value in program.parameters() if value.is_floating_point()}
+    wrong = sorted(dtypes - set(chosen.dtypes))
+    if wrong:
+        raise UnsupportedError(
+            f"backend {chosen.name!r} does not take {', '.join(wrong)} models; it takes {', '.join(chosen.dtypes)}: "
+            "load the model in one of these"
+        )
+    written = _written_buffers(program)
+    if written and not chosen.keeps_state:
+        raise UnsupportedError(
+            f"backend {chosen.name!r} loses what a program writes to its buffers ({written[0]}), without an error: "
+            'capture the model with cache="inputs"'
+        )
+
+
+def _written_buffers(program: ExportedProgram) -> list[str]:
+    """The buffers that a program writes to, in place or by its signature."""
+    signature = program.graph_signature
+    named = {**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
+    in_place = [
+        named[source.name]
+        for node in program.graph.nodes
+        for source, writes in shared(node).items()
+        if writes and source.name in named
+    ]
+    return [*signature.buffers_to_mutate.values(), *in_place]
+
+
+def _examples(program: ExportedProgram, given: Sequence[Batch] | None) -> list[Batch]:
+    names = input_names(runnable(program))
+    if given is not None:
+        batches = list(given)
+        wrong = next((batch for batch in batches if not isinstance(batch, Mapping) or set(batch) != set(names)), None)
+        if not batches or wrong is not None:
+            raise DataError(f"examples must be dicts of the program's inputs, {', '.join(names)}, at least one")
+        return batches
+    if set(names) != {"input_ids", "attention_mask"}:
+        raise DataError(f"the program takes {', '.join(names)}: give examples=[…], dicts of these, of two sizes")
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = _vocabulary(program)
+    batches = []
+    for rows, length in CHECKED:
+        ids = torch.randint(vocabulary // 2, vocabulary, (rows, length), generator=generator)
+        batches.append({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    return batches
+
+
+def _vocabulary(program: ExportedProgram) -> int:
+    """The last dim of the logits."""
+    name = program.graph_signature.user_outputs[0]
+    value = next((node.meta.get("val") for node in program.graph.nodes if node.name == name), None)
+    size = value.shape[-1] if isinstance(value, Tensor) else None
+    return size if isinstance(size, int) else 2
+
+
+def _compiled(chosen: Backend, program: ExportedProgram, example: Batch, options: Mapping[str, Any]) -> Lowered:
+    try:
+        return chosen.compile(program, example, options)
+    except LowerError:
+        raise
+    except Exception as error:  # compilers raise every kind, with pages of text
+        first = next((line for line in str(error).splitlines() if line.strip()), "no message")
+        raise LowerError(f"backend {chosen.name!r} failed: {type(error).__name__}: {first[:400]}") from error
+
+
+def _compare(
+    chosen: Backend, program: ExportedProgram, lowered: Lowered, batch: Batch, limit: float, options: Mapping[str, Any]
+) -> None:
+    worst = _difference(lowered.run(batch), _expected(program, batch))
+    if worst <= limit:
+        return
+    sizes = ", ".join(f"{name} {list(value.shape)}" for name, value in batch.items())
+    raise MismatchError(
+        f"backend {chosen.name!r} computes something else: {worst:.1e} of the largest output where {limit:.0e} is "
+        f"allowed, on {sizes}; {_first_site(chosen, program, batch, limit, options)}. A value on a rounding tie may "
+        "go either way: try other examples=, and if you expect it of the compiler, a larger tolerance="
+    )
+
+
+def _expected(program: ExportedProgram, batch: Batch) -> list[Tensor]:
+    with torch.no_grad():
+        leaves = torch.utils._pytree.tree_leaves(runnable(program)(**batch))
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest |difference| of any output, relative to that output's largest |value|; infinite where they differ."""
+    worst = 0.0
+    if len(found) != len(expected):
+        return float("inf")
+    for one, other in zip(found, expected, strict=True):
+        if one.shape != other.shape or not bool(one.isfinite().all()):
+            return float("inf")
+        scale = float(other.abs().max().clamp_min(torch.finfo(torch.float32).tiny))
+        worst = max(worst, float((one.double() - other.double()).abs().max()) / scale)
+    return worst
+
+
+def _first_site(
+    chosen: Backend, program: ExportedProgram, batch: Batch, limit: float, options: Mapping[str, Any]
+) -> str:
+    """Which site differs first: the program is lowered once more with every dequantized tensor as an output."""
+    sites = [(node.name, record.site) for node, record in records(program)]
+    if not sites:
+        return "the program has no quantized site"
+    watched = with_outputs(program, [name for name, _ in sites])
+    found = _compiled(chosen, watched, batch, options).run(batch)[-len(sites) :]
+    expected = _expected(watched, batch)[-len(sites) :]
+    for (_, site), one, other in zip(sites, found, expected, strict=True):
+        difference = _difference([one], [other])
+        if difference > limit:
+            return f"the first site that differs is {site} ({difference:.1e})"
+    return "no quantized site differs, so what does lies behind the last of them"

@@ -1,0 +1,92 @@
+"""``graphquant compile``: a saved program in, a checked artifact of a backend out."""
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from graphquant.backends import backend as backend_of
+from graphquant.backends import lower
+from graphquant.cli.console import Console, print_json
+from graphquant.cli.inputs import load_program
+from graphquant.cli.options import JsonFlag, ProgramArgument
+from graphquant.cli.outputs import check_outputs, check_suffix
+from graphquant.errors import LowerError
+
+BackendName = Annotated[str, typer.Option("--backend", metavar="NAME", help="One that backends lists.")]
+Output = Annotated[
+    Path | None,
+    typer.Option("--output", metavar="FILE", help="Where to save the artifact.", show_default=False),
+]
+Timeout = Annotated[
+    int | None, typer.Option("--timeout", metavar="SECONDS", min=1, help="Give up after so long.", show_default=False)
+]
+MaxSize = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=1, help="Largest size to plan memory for (executorch).", show_default=False),
+]
+Check = Annotated[bool, typer.Option("--check/--no-check", help="Run it beside the program, and compare.")]
+
+
+def compile(
+    context: typer.Context,
+    file: ProgramArgument,
+    backend: BackendName,
+    output: Output = None,
+    check: Check = True,
+    timeout: Timeout = None,
+    max_batch: MaxSize = None,
+    max_sequence: MaxSize = None,
+    json: JsonFlag = False,
+) -> None:
+    """Lower FILE.pt2 to a backend, check the artifact against the program, and say what was really lowered."""
+    console: Console = context.obj
+    chosen = backend_of(backend)
+    output = file.with_name(f"{file.stem}.{chosen.name}{chosen.suffix}") if output is None else output
+    check_suffix(output, (chosen.suffix,))
+    check_outputs((output,), (file,))
+    chosen.require_installed()
+    options: dict[str, Any] = {"max_batch": max_batch, "max_sequence": max_sequence}
+    with console.working(f"loading {file}"):
+        program = load_program(file)
+    start = time.perf_counter()
+    checking = " and checking" if check else ""
+    with console.working(f"compiling{checking} with {chosen.name}"), _limited(timeout):
+        given = {name: value for name, value in options.items() if value is not None}
+        lowered = lower(program, chosen.name, check=check, **given)
+    seconds = time.perf_counter() - start
+    with console.working(f"saving {output}"):
+        lowered.save(output)
+    console.written.append(output)
+    summary = lowered.summary()
+    if json:
+        print_json(summary.to_dict() | {"file": str(output), "seconds": seconds, "checked": check})
+    else:
+        typer.echo(f"{summary}\nsaved {output} after {seconds:.0f} s" + (", checked" if check else ", not checked"))
+
+
+@contextmanager
+def _limited(seconds: int | None) -> Iterator[None]:
+    """Stop what takes longer: compilers cannot be asked to, but Python between their steps can.
+
+    Raises:
+        LowerError: the time is over.
+    """
+    if seconds is None:
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise LowerError(f"the compiler was not done after {seconds} s: give a longer --timeout, or none")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
