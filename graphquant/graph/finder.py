@@ -25,6 +25,11 @@ def find_attention(program: ExportedProgram) -> AttentionSites:
     return _Finder(program.graph_module, inputs).run()
 
 
+def find_attention_in(module: GraphModule) -> AttentionSites:
+    """``find_attention`` of a GraphModule, such as ``program.module()``, whose weights are attributes of its own."""
+    return _Finder(module, frozenset(node.name for node in module.graph.nodes if node.op == "placeholder")).run()
+
+
 class _Finder:
     """One search: collects layers, near misses and the paths already taken."""
 

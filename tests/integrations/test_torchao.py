@@ -1,0 +1,90 @@
+"""PT2E users compose the attention sites with torchao's quantizers of linears, and get our path's scales and values."""
+
+import pytest
+import torch
+from torch.export import ExportedProgram
+
+import graphquant as gq
+from graphquant.errors import SelectorError, StrategyError
+from tests.passes.helpers import args, both, calibrated, config
+from tests.tiny import tiny_batch, tiny_llama
+
+pt2e = pytest.importorskip("torchao.quantization.pt2e.quantize_pt2e")
+from torchao.quantization.pt2e.quantizer import ComposableQuantizer  # noqa: E402
+from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86  # noqa: E402
+
+from graphquant.integrations.torchao import AttentionQuantizer  # noqa: E402
+
+BATCHES = [tiny_batch(3, 11), tiny_batch(2, 7, seed=1)]
+MIXES = {
+    "states": config("states", args("tensor"), args("attn_head"), args("channel", num_bits=4)),
+    "asymmetric": config("states", *(args(s, symmetric=False) for s in ("tensor", "attn_head", "channel"))),
+    "both": both(config("states", args("attn_head")), config("outputs", args("channel"))),
+}
+
+
+@pytest.fixture(scope="module")
+def one_layer() -> ExportedProgram:
+    return gq.capture(tiny_llama(num_hidden_layers=1))
+
+
+def through_pt2e(program: ExportedProgram, quantizer: object) -> torch.fx.GraphModule:
+    prepared = pt2e.prepare_pt2e(program.module(), quantizer)
+    with torch.no_grad():
+        for batch in BATCHES:
+            prepared(**batch)
+    return pt2e.convert_pt2e(prepared, fold_quantize=False)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_it_quantizes_as_our_own_path_does(one_layer: ExportedProgram, mix: str) -> None:
+    theirs = through_pt2e(one_layer, AttentionQuantizer(MIXES[mix]))
+    ours = gq.convert(calibrated(one_layer, MIXES[mix], BATCHES))
+    pairs = [node for node in theirs.graph.nodes if "dequantize" in str(node.target)]
+    assert len(pairs) == len(gq.report(ours).rows)
+    batch = tiny_batch(2, 9, seed=4)
+    with torch.no_grad():
+        expected, original = ours.module()(**batch), one_layer.module()(**batch)
+        torch.testing.assert_close(theirs(**batch), expected, rtol=1e-3, atol=1e-5)
+    assert not torch.equal(expected, original)
+
+
+def test_it_composes_with_a_quantizer_of_linears(one_layer: ExportedProgram) -> None:
+    linears = x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config())
+    alone = through_pt2e(one_layer, linears)
+    composed = through_pt2e(one_layer, ComposableQuantizer([AttentionQuantizer(MIXES["states"]), linears]))
+    count = [sum("dequantize_per" in str(node.target) for node in module.graph.nodes) for module in (alone, composed)]
+    assert count[1] >= count[0] + 3
+    batch = tiny_batch(2, 9, seed=4)
+    with torch.no_grad():
+        assert composed(**batch).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("c", "message"),
+    [
+        (
+            config("states", args("token")),
+            "PT2E has one scale or scales along one dim, which int8 sym token dyn",
+        ),
+        (
+            config("states", args("attn_head_channel")),
+            "one scale or scales along one dim, which int8 sym attn_head_channel",
+        ),
+        (
+            config("outputs", args("attn_head")),
+            "use gq.prepare and gq.convert, or tensor, channel or attn_head",
+        ),
+        (config("states", args(type="float")), "PT2E's observers make int scales, not fp8_e4m3 tensor: use int"),
+        (config("states", args(observer="mse")), "PT2E brings its own min/max observer, not 'mse'"),
+    ],
+)
+def test_what_pt2e_cannot_say_is_refused(one_layer: ExportedProgram, c: gq.QuantizationConfig, message: str) -> None:
+    with pytest.raises(StrategyError, match=message):
+        AttentionQuantizer(c).annotate(one_layer.module())
+
+
+def test_a_selector_that_selects_nothing(one_layer: ExportedProgram) -> None:
+    scheme = gq.QuantizationScheme(targets=("re:none",), input_activations=args())
+    with pytest.raises(SelectorError):
+        AttentionQuantizer(gq.QuantizationConfig(config_groups={"x": scheme})).annotate(one_layer.module())
