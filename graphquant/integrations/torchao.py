@@ -66,9 +66,7 @@ def _spec(planned: PlannedSite) -> Any:
             f"{planned.layout.dims} is not: use gq.prepare and gq.convert, or tensor, channel or attn_head at states"
         )
     if args.type != "int":
-        raise StrategyError(
-            f"{planned.site.where}: PT2E's observers make int scales, not {args.summary()}: use int"
-        )
+        raise StrategyError(f"{planned.site.where}: PT2E's observers make int scales, not {args.summary()}: use int")
     if args.observer != "minmax":
         raise StrategyError(f"{planned.site.where}: PT2E brings its own min/max observer, not {args.observer!r}")
     schemes = {

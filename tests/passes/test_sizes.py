@@ -1,6 +1,7 @@
 """Unusual sizes: a sequence of 8192, and layers of different head_dim in one program."""
 
 import torch
+from torch.export import ExportedProgram
 
 import graphquant as gq
 from graphquant.passes.prepared import origin_of
@@ -37,3 +38,23 @@ def test_layers_of_different_head_dim() -> None:
         "layers.1.k_proj.output": (2,),
         "layers.1.key_states": (4,),
     }
+
+
+def test_position_arithmetic_stays_integer_and_tied_weights_stay_tied() -> None:
+    program = gq.capture(tiny_llama(tie_word_embeddings=True))
+    quantized = gq.convert(calibrated(program, gq.preset("int8-qkv-attn-head")))
+    before, after = dtypes(program), dtypes(quantized)
+    integers = {name: dtype for name, dtype in before.items() if not dtype.is_floating_point}
+    assert len(integers) > 5
+    assert integers.items() <= after.items()
+    embedding, head = (quantized.state_dict[name] for name in ("model.embed_tokens.weight", "lm_head.weight"))
+    assert embedding is head
+    added = set(quantized.state_dict) - set(program.state_dict)
+    assert len(added) == 2 * 2 * 3
+    assert all(name.endswith(("_scale", "_zero_point")) for name in added)
+
+
+def dtypes(program: ExportedProgram) -> dict[str, torch.dtype]:
+    """Node name → dtype of its tensor."""
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes}
+    return {name: value.dtype for name, value in values.items() if isinstance(value, torch.Tensor)}
