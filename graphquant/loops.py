@@ -123,8 +123,7 @@ def modes_restored(prepared: nn.Module) -> Iterator[None]:
 def caller(program: ExportedProgram) -> Callable[..., Any]:
     """The program as a function of its inputs by name, also of those that it was exported with by position."""
     module = runnable(program)
-    names = input_names(module)
-    positional = names[: program.call_spec.in_spec.child(0).num_children] if program.call_spec.in_spec else []
+    names, positional = input_names(module), positional_names(program, module)
 
     def call(**batch: Any) -> Any:
         if set(names) != set(batch):
@@ -133,6 +132,12 @@ def caller(program: ExportedProgram) -> Callable[..., Any]:
         return module(*(batch[name] for name in positional), **rest)
 
     return call
+
+
+def positional_names(program: ExportedProgram, module: GraphModule) -> list[str]:
+    """The inputs that a program was exported with by position."""
+    spec = program.call_spec.in_spec
+    return input_names(module)[: spec.child(0).num_children] if spec else []
 
 
 def runnable(program: ExportedProgram) -> GraphModule:

@@ -11,15 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
 from graphquant.config import QuantizationArgs
 from graphquant.errors import BackendMissingError
+from graphquant.loops import input_names, positional_names, runnable
 from graphquant.numerics import TensorLayout
 from graphquant.passes.dialects import Emit
 
-Batch = Mapping[str, Tensor]
+Batch = Mapping[str, Any]
+"""Inputs by name: tensors, or trees of them."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +80,41 @@ class Summary:
         return "\n".join(self.lines())
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """The inputs of a program: their names in order, how many are given by position, and the sizes of each tensor.
+
+    An input may hold tensors in a tree, such as past keys and values; ``shapes`` are those of all its tensors.
+    """
+
+    names: tuple[str, ...]
+    positional: int
+    shapes: tuple[tuple[int | torch.SymInt, ...], ...]
+
+    @classmethod
+    def of(cls, program: ExportedProgram) -> "Inputs":
+        """The inputs of ``program``."""
+        module = runnable(program)
+        users = {str(name) for name in program.graph_signature.user_inputs}
+        values = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder" and node.name in users]
+        shapes = tuple(tuple(value.shape) for value in values if isinstance(value, Tensor))
+        return cls(tuple(input_names(module)), len(positional_names(program, module)), shapes)
+
+    def flat(self, batch: Batch) -> list[Tensor]:
+        """All tensors of a batch, contiguous, in the program's order."""
+        leaves = torch.utils._pytree.tree_leaves([batch[name] for name in self.names])
+        return [leaf.detach().contiguous() for leaf in leaves if isinstance(leaf, Tensor)]
+
+
 class Lowered(ABC):
     """A program lowered to a backend: it runs, is saved, and says what it is."""
 
     @abstractmethod
     def run(self, inputs: Batch) -> list[Tensor]:
-        """The outputs for the program's inputs by name."""
+        """The outputs, flat, for the program's inputs by name."""
+
+    def reset(self) -> None:  # noqa: B027 (most backends keep no state)
+        """Forget what earlier runs wrote to buffers; nothing to do where a program keeps no state."""
 
     @abstractmethod
     def save(self, path: str | Path) -> None:
@@ -111,6 +143,8 @@ class Backend(ABC):
     """The same where a symmetric scale is computed per token: the token's lowest value lies on a rounding tie of its
     own scale, and goes a step up or down with the last bit of a division."""
     dtypes: ClassVar[tuple[str, ...]] = ("float32", "float16", "bfloat16")
+    options: ClassVar[tuple[str, ...]] = ()
+    """Further options of ``lower`` that it knows."""
     keeps_state: ClassVar[bool] = True
     """Whether a buffer that the program writes to keeps what was written from run to run."""
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from graphquant.backends.base import YES, Backend, Batch, Capability, Lowered, Summary
+from graphquant.backends.base import YES, Backend, Batch, Capability, Inputs, Lowered, Summary
 from graphquant.config import QuantizationArgs
 from graphquant.errors import LowerError, OutputError
 from graphquant.files import written_whole
@@ -31,6 +31,7 @@ class ExecuTorch(Backend):
     modules = ("executorch",)
     suffix = ".pte"
     dtypes = ("float32",)
+    options = ("max_batch", "max_sequence")
 
     @property
     def dialect(self) -> Emit:
@@ -62,8 +63,26 @@ class ExecuTorch(Backend):
             "nodes delegated to XNNPACK": info.num_delegated_nodes,
             "nodes on portable kernels": info.num_non_delegated_nodes,
         }
-        names = [str(name) for name in program.graph_signature.user_inputs]
-        return _Program(buffer, names, limits, sum(1 for _ in records(program)), details)
+        inputs = Inputs.of(program)
+        largest = tuple(tuple(_largest(dim, program, limits) for dim in shape) for shape in inputs.shapes)
+        return _Program(buffer, inputs, largest, sum(1 for _ in records(program)), details)
+
+
+def _symbols(program: ExportedProgram, limits: tuple[int, int]) -> list[tuple[Any, int]]:
+    """The batch and sequence dims of the first input that are dynamic, with their limits."""
+    first = str(program.graph_signature.user_inputs[0])
+    value = next(node.meta["val"] for node in program.graph.nodes if node.name == first)
+    return [(dim.node, limit) for dim, limit in zip(value.shape, limits, strict=False) if not isinstance(dim, int)]
+
+
+def _largest(dim: int | torch.SymInt, program: ExportedProgram, limits: tuple[int, int]) -> tuple[int | None, str]:
+    """The largest size of a dim that memory is planned for, if it is bounded at all, and the option that bounds it."""
+    if isinstance(dim, int):
+        return dim, ""
+    for (symbol, limit), option in zip(_symbols(program, limits), ExecuTorch.options[-2:], strict=False):
+        if symbol.expr == dim.node.expr:
+            return limit, option
+    return None, ""
 
 
 @contextmanager
@@ -72,17 +91,15 @@ def bounded(program: ExportedProgram, limits: tuple[int, int]) -> Iterator[Expor
 
     Its decompositions trace it anew and ask the shape environment, which the original shares: so only for a while.
     """
-    first = str(program.graph_signature.user_inputs[0])
-    value = next(node.meta["val"] for node in program.graph.nodes if node.name == first)
-    sizes = [(dim.node, limit) for dim, limit in zip(value.shape, limits, strict=False) if not isinstance(dim, int)]
+    sizes = _symbols(program, limits)
     known = sizes[0][0].shape_env.var_to_range if sizes else {}
     before = dict(known)
     ranges = dict(program.range_constraints)
-    for dim, limit in sizes:
-        for table in (known, ranges):
-            if dim.expr in table:
-                table[dim.expr] = ValueRanges(table[dim.expr].lower, min(table[dim.expr].upper, limit))
     try:
+        for dim, limit in sizes:
+            for table in (known, ranges):
+                if dim.expr in table:
+                    table[dim.expr] = ValueRanges(min(table[dim.expr].lower, limit), min(table[dim.expr].upper, limit))
         yield rebuild(program, range_constraints=ranges)
     finally:
         known.update(before)
@@ -90,25 +107,33 @@ def bounded(program: ExportedProgram, limits: tuple[int, int]) -> Iterator[Expor
 
 class _Program(Lowered):
     def __init__(
-        self, buffer: bytes, names: list[str], limits: tuple[int, int], pairs: int, details: Mapping[str, int]
+        self,
+        buffer: bytes,
+        inputs: Inputs,
+        largest: tuple[tuple[tuple[int | None, str], ...], ...],
+        pairs: int,
+        details: Mapping[str, int],
     ) -> None:
+        self._buffer, self._inputs, self._largest = buffer, inputs, largest
+        self._pairs, self._details = pairs, details
+        self.reset()
+
+    def reset(self) -> None:
         from executorch.runtime import Runtime
 
-        self._buffer, self._names, self._limits = buffer, names, limits
-        self._pairs, self._details = pairs, details
-        self._program = Runtime.get().load_program(buffer)
+        self._program = Runtime.get().load_program(self._buffer)
         self._method = self._program.load_method("forward")
 
     def run(self, inputs: Batch) -> list[Tensor]:
-        for name, value in inputs.items():
-            sizes = zip(value.shape, self._limits, ("max_batch", "max_sequence"), strict=False)
-            for size, limit, option in sizes:
-                if size > limit:
+        values = self._inputs.flat(inputs)
+        for value, largest in zip(values, self._largest, strict=True):
+            for size, (limit, option) in zip(value.shape, largest, strict=True):
+                if limit is not None and size > limit:
                     raise LowerError(
-                        f"{name} {list(value.shape)} is larger than what memory was planned for, {list(self._limits)}: "
-                        f"lower again with {option}={size}"
+                        f"an input {list(value.shape)} is larger than what memory was planned for, "
+                        f"{[most for most, _ in largest]}: lower again" + (f" with {option}={size}" if option else "")
                     )
-        outputs = self._method.execute([inputs[name].contiguous() for name in self._names])
+        outputs = self._method.execute(values)
         return [torch.as_tensor(output).clone().detach() for output in outputs]
 
     def save(self, path: str | Path) -> None:

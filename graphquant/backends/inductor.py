@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from graphquant.backends.base import YES, Backend, Batch, Capability, Lowered, Summary
+from graphquant.backends.base import YES, Backend, Batch, Capability, Inputs, Lowered, Summary
 from graphquant.config import QuantizationArgs
 from graphquant.files import written_whole
 from graphquant.numerics import TensorLayout
@@ -45,18 +45,27 @@ class Inductor(Backend):
         path = str(Path(folder.name) / "model.pt2")
         with torch.no_grad():
             package = torch._inductor.aoti_compile_and_package(program, package_path=path)
-        return _Package(Path(package), folder, sum(1 for _ in records(program)))
+        return _Package(Path(package), folder, Inputs.of(program), sum(1 for _ in records(program)))
+
+
+def _contiguous(value: Any) -> Any:
+    return value.detach().contiguous() if isinstance(value, Tensor) else value
 
 
 class _Package(Lowered):
-    def __init__(self, path: Path, folder: TemporaryDirectory[str], pairs: int) -> None:
-        self._path, self._folder, self._pairs = path, folder, pairs
-        self._run = torch._inductor.aoti_load_package(str(path))
+    def __init__(self, path: Path, folder: TemporaryDirectory[str], inputs: Inputs, pairs: int) -> None:
+        self._path, self._folder, self._inputs, self._pairs = path, folder, inputs, pairs
+        self.reset()
+
+    def reset(self) -> None:
+        self._run = torch._inductor.aoti_load_package(str(self._path))
 
     def run(self, inputs: Batch) -> list[Tensor]:
         # AOTInductor trusts strides: it was compiled for contiguous inputs.
+        whole = {name: torch.utils._pytree.tree_map(_contiguous, inputs[name]) for name in self._inputs.names}
+        first = self._inputs.names[: self._inputs.positional]
         with torch.no_grad():
-            output = self._run(**{name: value.contiguous() for name, value in inputs.items()})
+            output = self._run(*(whole.pop(name) for name in first), **whole)
         return [leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
 
     def save(self, path: str | Path) -> None:

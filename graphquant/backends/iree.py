@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from graphquant.backends.base import YES, Backend, Batch, Capability, Lowered, Summary
+from graphquant.backends.base import YES, Backend, Batch, Capability, Inputs, Lowered, Summary
 from graphquant.config import QuantizationArgs
 from graphquant.errors import OutputError
 from graphquant.files import written_whole
@@ -49,21 +49,21 @@ class Iree(Backend):
         with torch.no_grad():
             decomposed = program.run_decompositions()
         output: Any = aot.export(decomposed).compile(save_to=None, target_backends=["llvm-cpu"])
-        return _Module(bytes(output.map_memory()), [str(name) for name in program.graph_signature.user_inputs], pairs)
+        return _Module(bytes(output.map_memory()), Inputs.of(program), pairs)
 
 
 class _Module(Lowered):
-    def __init__(self, binary: bytes, names: list[str], pairs: int) -> None:
+    def __init__(self, binary: bytes, inputs: Inputs, pairs: int) -> None:
         from iree import runtime
 
-        self._binary, self._names, self._pairs = binary, names, pairs
+        self._binary, self._inputs, self._pairs = binary, inputs, pairs
         context = runtime.SystemContext(config=runtime.Config("local-task"))
         context.add_vm_module(runtime.VmModule.copy_buffer(context.instance, binary))
         self._context = context
         self._main = context.modules.module["main"]
 
     def run(self, inputs: Batch) -> list[Tensor]:
-        outputs = self._main(*(inputs[name].detach().contiguous().numpy() for name in self._names))
+        outputs = self._main(*(value.numpy() for value in self._inputs.flat(inputs)))
         outputs = outputs if isinstance(outputs, list | tuple) else [outputs]
         return [torch.from_numpy(output.to_host().copy()) for output in outputs]
 

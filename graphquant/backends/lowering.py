@@ -1,17 +1,18 @@
 """``lower``: refuse what cannot be right, say the pairs in the backend's dialect, compile, and check the artifact."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from graphquant.backends.base import Backend, Batch, Lowered
+from graphquant.backends.base import Backend, Batch, Inputs, Lowered
 from graphquant.backends.registry import backend as backend_of
 from graphquant.errors import DataError, LowerError, MismatchError, UnsupportedError
 from graphquant.graph.writes import shared
-from graphquant.loops import input_names, runnable
+from graphquant.loops import caller, running, shapes_of
 from graphquant.passes.redialect import SiteSetting, redialect
 from graphquant.passes.watching import with_outputs
 from graphquant.records import records
@@ -45,14 +46,21 @@ def lower(
     if not isinstance(program, ExportedProgram):
         raise LowerError(f"expected an ExportedProgram, as convert returns it, found {type(program).__name__}")
     refuse(program, chosen)
+    unknown = sorted(set(options) - set(chosen.options))
+    if unknown:
+        raise LowerError(
+            f"backend {chosen.name!r} has no option {', '.join(unknown)}; it has {', '.join(chosen.options) or 'none'}"
+        )
     chosen.require_installed()
-    batches = _examples(program, examples)
+    batches = _examples(program, examples, options)
     spoken = redialect(program, chosen.dialect)
     lowered = _compiled(chosen, spoken, batches[0], options)
     if check:
         limit = _limit(chosen, program) if tolerance is None else tolerance
+        reference = caller(spoken)  # one for all batches: a cache that one fills, the next one reads
         for batch in batches:
-            _compare(chosen, spoken, lowered, batch, limit, options)
+            _compare(chosen, spoken, lowered, reference, batch, limit, options)
+        lowered.reset()
     return lowered
 
 
@@ -104,20 +112,27 @@ def _written_buffers(program: ExportedProgram) -> list[str]:
     return [*signature.buffers_to_mutate.values(), *in_place]
 
 
-def _examples(program: ExportedProgram, given: Sequence[Batch] | None) -> list[Batch]:
-    names = input_names(runnable(program))
+def _examples(program: ExportedProgram, given: Sequence[Batch] | None, options: Mapping[str, Any]) -> list[Batch]:
+    """The batches to trace and to check with: those given, random text of two sizes, or what was exported with."""
+    names = Inputs.of(program).names
     if given is not None:
         batches = list(given)
         wrong = next((batch for batch in batches if not isinstance(batch, Mapping) or set(batch) != set(names)), None)
         if not batches or wrong is not None:
             raise DataError(f"examples must be dicts of the program's inputs, {', '.join(names)}, at least one")
         return batches
-    if set(names) != {"input_ids", "attention_mask"}:
-        raise DataError(f"the program takes {', '.join(names)}: give examples=[…], dicts of these, of two sizes")
+    shape = next(
+        node.meta["val"].shape for node in program.graph.nodes if node.name == program.graph_signature.user_inputs[0]
+    )
+    if set(names) != {"input_ids", "attention_mask"} or any(isinstance(dim, int) for dim in shape):
+        if not program.example_inputs:
+            raise DataError(f"the program takes {', '.join(names)}: give examples=[…], dicts of these, of two sizes")
+        args, kwargs = program.example_inputs
+        return [dict(zip(names, args, strict=False)) | dict(kwargs)]
     generator = torch.Generator().manual_seed(0)
-    vocabulary = _vocabulary(program)
-    batches = []
-    for rows, length in CHECKED:
+    vocabulary, batches = _vocabulary(program), []
+    for size in CHECKED:
+        rows, length = (min(n, options.get(key, n)) for n, key in zip(size, ("max_batch", "max_sequence"), strict=True))
         ids = torch.randint(vocabulary // 2, vocabulary, (rows, length), generator=generator)
         batches.append({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
     return batches
@@ -142,35 +157,62 @@ def _compiled(chosen: Backend, program: ExportedProgram, example: Batch, options
 
 
 def _compare(
-    chosen: Backend, program: ExportedProgram, lowered: Lowered, batch: Batch, limit: float, options: Mapping[str, Any]
+    chosen: Backend,
+    program: ExportedProgram,
+    lowered: Lowered,
+    reference: Callable[..., Any],
+    batch: Batch,
+    limit: float,
+    options: Mapping[str, Any],
 ) -> None:
-    worst = _difference(lowered.run(batch), _expected(program, batch))
+    worst = _difference(_run(chosen, lowered, batch), _outputs(reference, batch))
     if worst <= limit:
         return
-    sizes = ", ".join(f"{name} {list(value.shape)}" for name, value in batch.items())
     raise MismatchError(
         f"backend {chosen.name!r} computes something else: {worst:.1e} of the largest output where {limit:.0e} is "
-        f"allowed, on {sizes}; {_first_site(chosen, program, batch, limit, options)}. A value on a rounding tie may "
-        "go either way: try other examples=, and if you expect it of the compiler, a larger tolerance="
+        f"allowed, on {shapes_of(batch)}; {_first_site(chosen, program, batch, limit, options)}. A value on a rounding "
+        "tie may go either way: try other examples=, and if you expect it of the compiler, a larger tolerance="
     )
 
 
-def _expected(program: ExportedProgram, batch: Batch) -> list[Tensor]:
-    with torch.no_grad():
-        leaves = torch.utils._pytree.tree_leaves(runnable(program)(**batch))
+def _run(chosen: Backend, lowered: Lowered, batch: Batch) -> list[Tensor]:
+    try:
+        return lowered.run(batch)
+    except LowerError:
+        raise
+    except Exception as error:  # runtimes raise every kind
+        first = next((line for line in str(error).splitlines() if line.strip()), "no message")
+        raise LowerError(
+            f"the artifact of backend {chosen.name!r} does not run on {shapes_of(batch)}: {type(error).__name__}: "
+            f"{first[:400]}"
+        ) from error
+
+
+def _outputs(reference: Callable[..., Any], batch: Batch) -> list[Tensor]:
+    with torch.no_grad(), running(None, batch, 0):
+        leaves = torch.utils._pytree.tree_leaves(reference(**batch))
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def _difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest |difference| of any output, relative to that output's largest |value|; infinite where they differ."""
-    worst = 0.0
+    """The largest |difference| of any output, relative to that output's largest |value|; infinite where they differ.
+
+    Values that are no finite numbers must be the same ones.
+    """
     if len(found) != len(expected):
-        return float("inf")
+        return math.inf
+    worst = 0.0
     for one, other in zip(found, expected, strict=True):
-        if one.shape != other.shape or not bool(one.isfinite().all()):
-            return float("inf")
-        scale = float(other.abs().max().clamp_min(torch.finfo(torch.float32).tiny))
-        worst = max(worst, float((one.double() - other.double()).abs().max()) / scale)
+        if one.shape != other.shape:
+            return math.inf
+        one, other = one.double(), other.double()
+        finite = other.isfinite()
+        odd, other_odd = (values[~finite].nan_to_num() for values in (one, other))
+        if not torch.equal(one.isfinite(), finite) or not torch.equal(odd, other_odd):
+            return math.inf
+        if bool(finite.any()):
+            scale = float(other[finite].abs().max().clamp_min(torch.finfo(torch.float32).tiny))
+            worst = max(worst, float((one[finite] - other[finite]).abs().max()) / scale)
     return worst
 
 
@@ -182,8 +224,8 @@ def _first_site(
     if not sites:
         return "the program has no quantized site"
     watched = with_outputs(program, [name for name, _ in sites])
-    found = _compiled(chosen, watched, batch, options).run(batch)[-len(sites) :]
-    expected = _expected(watched, batch)[-len(sites) :]
+    found = _run(chosen, _compiled(chosen, watched, batch, options), batch)[-len(sites) :]
+    expected = _outputs(caller(watched), batch)[-len(sites) :]
     for (_, site), one, other in zip(sites, found, expected, strict=True):
         difference = _difference([one], [other])
         if difference > limit:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from graphquant.backends.base import YES, Backend, Batch, Capability, Lowered, Summary
+from graphquant.backends.base import YES, Backend, Batch, Capability, Inputs, Lowered, Summary
 from graphquant.config import QuantizationArgs
 from graphquant.errors import OutputError
 from graphquant.files import check_writable, written_whole
@@ -58,13 +58,16 @@ class OnnxRuntime(Backend):
 
     def compile(self, program: ExportedProgram, example: Batch, options: Mapping[str, Any]) -> Lowered:
         """Export, check, and open a session."""
+        inputs = Inputs.of(program)
+        rest = {name: example[name] for name in inputs.names}
+        args = tuple(rest.pop(name) for name in inputs.names[: inputs.positional])
         exported = torch.onnx.export(
-            program, (), kwargs=dict(example), dynamo=True, opset_version=OPSET, optimize=True, verbose=False
+            program, args, kwargs=rest, dynamo=True, opset_version=OPSET, optimize=True, verbose=False
         )
         assert exported is not None
         model = exported.model_proto
         _name_dims(model, program)
-        return _Session(model, sum(1 for _ in records(program)))
+        return _Session(model, inputs, sum(1 for _ in records(program)))
 
 
 def _name_dims(model: Any, program: ExportedProgram) -> None:
@@ -80,10 +83,10 @@ def _name_dims(model: Any, program: ExportedProgram) -> None:
 
 
 class _Session(Lowered):
-    def __init__(self, model: Any, pairs: int) -> None:
+    def __init__(self, model: Any, inputs: Inputs, pairs: int) -> None:
         import onnxruntime
 
-        self._model, self._pairs = model, pairs
+        self._model, self._inputs, self._pairs = model, inputs, pairs
         self._folder = TemporaryDirectory(prefix="graphquant-")
         self._path = Path(self._folder.name) / "model.onnx"
         self._optimized = Path(self._folder.name) / "optimized.onnx"
@@ -94,7 +97,9 @@ class _Session(Lowered):
         self._session = onnxruntime.InferenceSession(str(self._path), options, providers=["CPUExecutionProvider"])
 
     def run(self, inputs: Batch) -> list[Tensor]:
-        outputs = self._session.run(None, {name: value.detach().numpy() for name, value in inputs.items()})
+        known = [entry.name for entry in self._session.get_inputs()]
+        feed = dict(zip(known, (value.numpy() for value in self._inputs.flat(inputs)), strict=True))
+        outputs = self._session.run(None, feed)
         return [torch.from_numpy(output) for output in outputs]
 
     def save(self, path: str | Path) -> None:

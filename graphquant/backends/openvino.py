@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from graphquant.backends.base import YES, Backend, Batch, Capability, Lowered, Summary
+from graphquant.backends.base import YES, Backend, Batch, Capability, Inputs, Lowered, Summary
 from graphquant.config import QuantizationArgs
 from graphquant.errors import OutputError
 from graphquant.files import written_whole
@@ -49,21 +49,19 @@ class OpenVINO(Backend):
         import openvino
 
         model = openvino.convert_model(program)
-        return _Compiled(
-            model, [str(name) for name in program.graph_signature.user_inputs], sum(1 for _ in records(program))
-        )
+        return _Compiled(model, Inputs.of(program), sum(1 for _ in records(program)))
 
 
 class _Compiled(Lowered):
-    def __init__(self, model: Any, names: list[str], pairs: int) -> None:
+    def __init__(self, model: Any, inputs: Inputs, pairs: int) -> None:
         import openvino
 
-        self._model, self._names, self._pairs = model, names, pairs
+        self._model, self._inputs, self._pairs = model, inputs, pairs
         # Its default precision is bf16 where the CPU has it, which is another model.
         self._compiled = openvino.Core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
 
     def run(self, inputs: Batch) -> list[Tensor]:
-        outputs = self._compiled([inputs[name].detach().numpy() for name in self._names])
+        outputs = self._compiled([value.numpy() for value in self._inputs.flat(inputs)])
         return [torch.from_numpy(outputs[port].copy()) for port in self._compiled.outputs]
 
     def save(self, path: str | Path) -> None:

@@ -32,6 +32,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "matmul": ("matmul", "bmm", "mm"),
     "addmm": ("addmm", "baddbmm"),
     "einsum": ("einsum",),
+    "convolution": ("convolution", "conv1d", "conv2d", "conv3d"),
     "softmax": ("softmax", "_softmax", "_safe_softmax", "special_softmax"),
     "sdpa": (
         "scaled_dot_product_attention",

@@ -61,6 +61,13 @@ def _is_parameter(node: Node, inputs: frozenset[str] = frozenset()) -> bool:
 def find_projection(states: Node, heads: int, head_dim: int, inputs: frozenset[str]) -> Projection | NoProjection:
     """The one linear that feeds ``states`` of H heads and D channels, and the tensor in which its H·D channels lie."""
     between, linears = _search(states, inputs)
+    foreign = next((node for node in linears if weight_of(node, inputs) is None), None)
+    if foreign is not None:
+        return NoProjection(
+            foreign,
+            f"{states.name} is fed by {foreign.name} ({ops.op_name(foreign)}) with a weight; expected a linear on "
+            "every path to it",
+        )
     if not linears:
         return NoProjection(states, f"no linear feeds {states.name}; expected one linear on every path to it")
     if len(linears) > 1:
@@ -97,14 +104,14 @@ def _channels_of(matmul: Node, members: set[Node], heads: int, head_dim: int) ->
 
 
 def _search(states: Node, inputs: frozenset[str]) -> tuple[list[Node], list[Node]]:
-    """Backward search: the nodes between, and the linears at which it stopped (each once, in program order)."""
+    """Backward search: the nodes between, and the products with a weight at which it stopped, each once."""
     between: list[Node] = []
     linears: list[Node] = []
     seen = {states}
     stack = [states]
     while stack:
         node = stack.pop()
-        if weight_of(node, inputs) is not None:
+        if weight_of(node, inputs) is not None or _projects_otherwise(node, inputs):
             linears.append(node)
             continue
         between.append(node)
@@ -114,6 +121,13 @@ def _search(states: Node, inputs: frozenset[str]) -> tuple[list[Node], list[Node
         seen.update(fresh)
         stack.extend(fresh)
     return between, linears
+
+
+def _projects_otherwise(node: Node, inputs: frozenset[str]) -> bool:
+    """Whether a node multiplies by a weight as no linear does: an einsum, a convolution."""
+    if ops.kind(node) not in ("einsum", "convolution"):
+        return False
+    return any(_is_parameter(source, inputs) for source in ops.tensor_inputs(node))
 
 
 def _output(matmul: Node, members: set[Node]) -> Node:

@@ -9,17 +9,24 @@ PT2E's own observers calibrate: they are running min and max like ours, but know
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from graphquant.config import QuantizationArgs, QuantizationConfig
 from graphquant.errors import BackendMissingError, StrategyError
 from graphquant.graph.finder import find_attention_in
+from graphquant.graph.writes import fills
 from graphquant.numerics import TensorLayout
+from graphquant.passes.editor import readers, refuse_in_place
 from graphquant.plan import PlannedSite, check_config, make_plan
 
 try:
     from torchao.quantization.pt2e import MinMaxObserver, PerChannelMinMaxObserver
-    from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, QuantizationSpec, Quantizer
+    from torchao.quantization.pt2e.quantizer import (
+        QuantizationAnnotation,
+        QuantizationSpec,
+        Quantizer,
+        SharedQuantizationSpec,
+    )
 except ImportError as error:
     raise BackendMissingError(
         "graphquant.integrations.torchao needs torchao, which is not installed: pip install 'graphquant[torchao]'"
@@ -41,25 +48,48 @@ class AttentionQuantizer(Quantizer):  # type: ignore[misc]
         self.config = config
 
     def annotate(self, model: GraphModule) -> GraphModule:
-        """Annotate the output of every planned site's node.
+        """Annotate every planned site where it is read.
 
         Raises:
             NoAttentionError, SelectorError: see ``make_plan``.
             StrategyError: a setting that PT2E cannot say, naming the site.
         """
         nodes = {node.name: node for node in model.graph.nodes}
-        for planned in make_plan(find_attention_in(model), self.config):
-            annotation = QuantizationAnnotation(output_qspec=_spec(planned), _annotated=True)
-            nodes[planned.site.node].meta[ANNOTATION] = annotation
+        sites = find_attention_in(model)
+        for planned in make_plan(sites, self.config):
+            spec, node = _spec(planned), nodes[planned.site.node]
+            refuse_in_place(node, planned)
+            if fills(node):
+                raise StrategyError(
+                    f"{planned.site.where} is filled in place after its node, and PT2E observes behind the node: use "
+                    "gq.prepare and gq.convert"
+                )
+            first, *others = readers(node, planned, sites, nodes)
+            _read(first, node, spec)
+            for reader in others:
+                _read(reader, node, SharedQuantizationSpec((node, first)))
         return model
 
     def validate(self, model: GraphModule) -> None:
         """Nothing to check: a setting that cannot be said is refused by ``annotate``."""
 
 
+def _read(reader: Node, node: Node, spec: Any) -> None:
+    """Annotate one reader's input, beside what it has been annotated with.
+
+    The readers and not the node itself: a linear whose output is a site stays free for a quantizer of linears.
+    """
+    annotation = reader.meta.setdefault(ANNOTATION, QuantizationAnnotation(_annotated=True))
+    annotation.input_qspec_map[node] = spec
+
+
 def _spec(planned: PlannedSite) -> Any:
     """What PT2E is to know of a site: dtype, range, scheme, and the dim along which scales lie."""
     args, axis = planned.args, channel_axis(planned.args, planned.layout)
+    if planned.layout.kind == "features":
+        raise StrategyError(
+            f"{planned.site.where}: the input of a linear is for a quantizer of linears to annotate: leave it out here"
+        )
     if axis is None and args.strategy != "tensor":
         raise StrategyError(
             f"{planned.site.where}: PT2E has one scale or scales along one dim, which {args.summary()} at "

@@ -200,7 +200,11 @@ def refuse_in_place(node: Node, planned: PlannedSite) -> None:
         base = next(iter(sources))
     members = {base} if base is node else family(base)
     start = insertion_point(node) if fills(node) else node
-    early = [user for user in node.users if user < start and user not in family(node) and ops.kind(user) != "shape"]
+    views = family(node) if fills(node) else set()
+    early = [user for user in node.users if user < start and user not in views and ops.kind(user) != "shape"]
+    # A view that was taken before the tensor was filled: what reads it later would miss the quantized values.
+    before = [view for view in views if view is not node and view < start]
+    early += [view for view in before if any(user > start and user not in views for user in view.users)]
     if early:
         raise ConvertError(
             f"{planned.site.where} is read by {early[0].name} before {start.name} has filled it: fill it first, or "

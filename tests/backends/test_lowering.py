@@ -12,9 +12,10 @@ from torch.export import ExportedProgram
 
 import graphquant as gq
 from graphquant.backends import BACKENDS, backend
-from graphquant.backends.lowering import _difference, _expected
+from graphquant.backends.lowering import _difference, _outputs
 from graphquant.backends.table import capability_rows
 from graphquant.errors import BackendMissingError, DataError, LowerError, MismatchError, OutputError, UnsupportedError
+from graphquant.loops import caller
 from graphquant.numerics import STRATEGIES, TensorLayout
 from tests.tiny import tiny_llama
 
@@ -44,7 +45,7 @@ def test_any_size_gives_the_values_of_the_graph(bench: Bench, lowered: Any, name
     artifact, program = lowered(name, form), bench.quantized(form)
     for rows, length in SIZES:
         inputs = batch(rows, length, seed=length)
-        difference = _difference(artifact.run(inputs), _expected(program, inputs))
+        difference = _difference(artifact.run(inputs), _outputs(caller(program), inputs))
         assert difference <= BACKENDS[name].token_tolerance, (rows, length)
 
 
@@ -99,7 +100,7 @@ def test_weights_beside_the_model(lowered: Any, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_executorch_has_a_largest_size(lowered: Any) -> None:
-    message = r"input_ids \[5, 8\] is larger than what memory was planned for, \[4, 512\]: lower again with max_batch=5"
+    message = r"an input \[5, 8\] is larger than what memory was planned for, \[4, 512\]: lower again with max_batch=5"
     with pytest.raises(LowerError, match=message):
         lowered("executorch", "int8 asym").run(batch(5, 8))
 
@@ -179,3 +180,19 @@ def test_a_missing_package_names_the_extra(bench: Bench, monkeypatch: pytest.Mon
     with pytest.raises(BackendMissingError, match=message):
         gq.lower(bench.program, "iree")
     assert backend("inductor").missing() == []
+
+
+def test_a_difference_is_of_the_largest_value_and_knows_what_is_no_number() -> None:
+    nan, inf = float("nan"), float("inf")
+    cases: list[tuple[list[float], list[float], float]] = [
+        ([1.0, 2.0], [1.0, 4.0], 0.5),
+        ([0.0, 1.0], [nan, 1.0], inf),
+        ([nan, 1.0], [nan, 1.0], 0.0),
+        ([-inf, 1.0], [-inf, 1.0], 0.0),
+        ([-inf, 1.0], [inf, 1.0], inf),
+        ([], [], 0.0),
+    ]
+    for found, expected, difference in cases:
+        assert _difference([torch.tensor(found)], [torch.tensor(expected)]) == difference
+    assert _difference([torch.tensor([True])], [torch.tensor([True])]) == 0.0
+    assert _difference([torch.zeros(1)], [torch.zeros(2)]) == inf

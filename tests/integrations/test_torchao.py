@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 import graphquant as gq
@@ -60,9 +61,45 @@ def test_it_composes_with_a_quantizer_of_linears(one_layer: ExportedProgram) -> 
         assert composed(**batch).isfinite().all()
 
 
+def test_a_projection_keeps_its_own_quantizer(one_layer: ExportedProgram) -> None:
+    """Its output is a site of ours, its weight and input are theirs."""
+
+    def linears() -> object:
+        return x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config())
+
+    def quantized_weights(module: torch.fx.GraphModule) -> int:
+        return sum(
+            node.target == torch.ops.aten.linear.default and "dequantize" in str(node.args[1])
+            for node in module.graph.nodes
+        )
+
+    ours = AttentionQuantizer(MIXES["both"])
+    alone, composed = (through_pt2e(one_layer, q) for q in (linears(), ComposableQuantizer([ours, linears()])))
+    assert quantized_weights(composed) == quantized_weights(alone) == 8
+
+
+class Filled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (linear(x).unflatten(-1, (2, 8)).transpose(1, 2) for linear in (self.q, self.k, self.v))
+        keys = k.new_empty(k.shape)
+        keys[..., :3], keys[..., 3:] = k[..., :3], k[..., 3:]
+        return nn.functional.scaled_dot_product_attention(q, keys, v).transpose(1, 2).flatten(2)
+
+
+def test_a_tensor_that_is_filled_in_place_is_refused() -> None:
+    program = gq.capture(Filled(), {"x": torch.randn(2, 5, 16)})
+    with pytest.raises(StrategyError, match="is filled in place after its node, and PT2E observes behind the node"):
+        AttentionQuantizer(gq.preset("int8-kv-tensor")).annotate(program.module())
+
+
 @pytest.mark.parametrize(
     ("c", "message"),
     [
+        (config("inputs", args()), "the input of a linear is for a quantizer of linears to annotate: leave it out"),
         (
             config("states", args("token")),
             "PT2E has one scale or scales along one dim, which int8 sym token dyn",
