@@ -8,10 +8,16 @@ from family_table import CACHES, FORMS, HEADERS, WORKS, check
 
 DOCUMENT = (Path(__file__).parents[1] / "docs" / "models.md").read_text(encoding="utf-8")
 CORE = ("Llama", "Phi-3", "Gemma-3", "DeepSeek-V3", "GPT-2", "gpt-oss")
-FORMS_OF = {
-    name: [form for form in FORMS if not form[1] or (name in CORE and form[0] == ("eager" if family.fused else "sdpa"))]
-    for name, family in FAMILIES.items()
-}
+"""Those whose attention is checked in the other implementation and in core ATen too."""
+
+
+def _forms(name: str) -> list[tuple[str, bool]]:
+    first = "eager" if FAMILIES[name].fused else "sdpa"
+    others = [("eager", False), (first, True)] if name in CORE else []
+    return list(dict.fromkeys([(first, False), *others]))
+
+
+FORMS_OF = {name: _forms(name) for name in FAMILIES}
 
 
 def documented(name: str) -> dict[str | None, str]:

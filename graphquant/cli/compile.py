@@ -69,6 +69,10 @@ def compile(
         typer.echo(f"{summary}\nsaved {output} after {seconds:.0f} s" + (", checked" if check else ", not checked"))
 
 
+class _TimeIsOver(BaseException):
+    """No Exception: compilers catch those, and go on in another way."""
+
+
 @contextmanager
 def _limited(seconds: int | None) -> Iterator[None]:
     """Stop what takes longer: compilers cannot be asked to, but Python between their steps can.
@@ -81,12 +85,14 @@ def _limited(seconds: int | None) -> Iterator[None]:
         return
 
     def stop(*_: object) -> None:
-        raise LowerError(f"the compiler was not done after {seconds} s: give a longer --timeout, or none")
+        raise _TimeIsOver
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.alarm(seconds)
     try:
         yield
+    except _TimeIsOver:
+        raise LowerError(f"the compiler was not done after {seconds} s: give a longer --timeout, or none") from None
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)

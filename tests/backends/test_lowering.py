@@ -20,7 +20,7 @@ from graphquant.numerics import STRATEGIES, TensorLayout
 from tests.tiny import tiny_llama
 
 SIZES = [(1, 1), (3, 7), (1, 8), (3, 128)]
-LOWERED = [
+ALL_LOWERED = [
     ("onnxruntime", "int8 sym"),
     ("onnxruntime", "int4 asym"),
     ("onnxruntime", "fp8 e4m3"),
@@ -29,7 +29,11 @@ LOWERED = [
     ("executorch", "int8 asym"),
     ("iree", "int8 sym"),
 ]
-"""A part of docs/backends.md, whose table examples/backend_table.py makes."""
+LOWERED = [
+    pytest.param(name, form, marks=pytest.mark.skipif(bool(BACKENDS[name].missing()), reason=f"needs {name}"))
+    for name, form in ALL_LOWERED
+]
+"""A part of docs/backends.md, whose table examples/backend_table.py makes; ExecuTorch and IREE where installed."""
 LOADERS = {
     "onnxruntime": "import onnxruntime; s = onnxruntime.InferenceSession(path); "
     "out = s.run(None, {k: v.numpy() for k, v in x.items()})[0]",
@@ -99,6 +103,7 @@ def test_weights_beside_the_model(lowered: Any, monkeypatch: pytest.MonkeyPatch,
     assert torch.equal(torch.from_numpy(out), artifact.run(inputs)[0])
 
 
+@pytest.mark.skipif(bool(BACKENDS["executorch"].missing()), reason="needs executorch")
 def test_executorch_has_a_largest_size(lowered: Any) -> None:
     message = r"an input \[5, 8\] is larger than what memory was planned for, \[4, 512\]: lower again with max_batch=5"
     with pytest.raises(LowerError, match=message):
