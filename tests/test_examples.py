@@ -31,6 +31,13 @@ def test_demo(tmp_path: Path) -> None:
     assert len(gq.report(program).rows) == 180
 
 
+def test_own_model(tmp_path: Path) -> None:
+    printed = run("examples/own_model.py", cwd=tmp_path)
+    lines = [line.split()[:2] for line in printed.splitlines()[2:]]
+    assert [name for name, _ in lines[::2]] == ["sdpa", "einsum", "flex_attention", "nn.MultiheadAttention"]
+    assert len(lines) == 8
+
+
 def test_demo_refuses_an_output_that_cannot_be_written(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples/demo.py"), "--output", str(tmp_path / "none" / "model.pt2")],
