@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from markers import BEGIN, WRITE_HELP, has_markers, put_between_markers
 from tabulate import tabulate
 from torch.export import ExportedProgram
 from tqdm import tqdm
@@ -18,10 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import graphquant as gq
 from graphquant.backends import BACKENDS, Lowered
 from graphquant.errors import UnsupportedError
-from graphquant.files import written_whole
 from graphquant.numerics import STRATEGIES, TensorLayout
 
-BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 FORMATS: dict[str, dict[str, object]] = {
     "int8 sym": {},
     "int8 asym": {"symmetric": False},
@@ -141,19 +140,16 @@ def rows(names: list[str]) -> Iterator[list[str]]:
 def main() -> None:
     """Print the table, and write it into a document where asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", type=Path, metavar="FILE", help=f"replace what stands between {BEGIN} and {END}")
+    parser.add_argument("--write", type=Path, metavar="FILE", help=WRITE_HELP)
     parser.add_argument("--backend", action="append", choices=BACKENDS, help="check this one; may be given again")
     options = parser.parse_args()
-    if options.write is not None and BEGIN not in options.write.read_text(encoding="utf-8"):
+    if options.write is not None and not has_markers(options.write):
         parser.error(f"{options.write} has no line {BEGIN}")
     names = options.backend or list(BACKENDS)
     table = tabulate(rows(names), headers=["all six strategies, 12 tensors, in", *names], tablefmt="github")
     print(table)
     if options.write is not None:
-        document = options.write.read_text(encoding="utf-8")
-        before, _, rest = document.partition(BEGIN)
-        with written_whole(options.write) as temporary:
-            temporary.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+        put_between_markers(options.write, table)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from families import FAMILIES, Family
+from markers import BEGIN, WRITE_HELP, has_markers, put_between_markers
 from tabulate import tabulate
 from torch import Tensor
 from torch.export import ExportedProgram
@@ -22,10 +23,8 @@ from tqdm import tqdm
 
 import graphquant as gq
 from graphquant.errors import CaptureError
-from graphquant.files import written_whole
 from graphquant.loops import runnable
 
-BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 CACHES: tuple[str | None, ...] = (None, "static", "inputs")
 FORMS = tuple(itertools.product(("sdpa", "eager"), (False, True)))
 """Attention implementation, and whether the graph is decomposed to core ATen; a cell's four marks in this order."""
@@ -181,20 +180,17 @@ HEADERS = ("family", "what differs", "q, k, v: heads × channels", "lacks", "no 
 def main() -> None:
     """Print the table, and write it into a document where asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", type=Path, metavar="FILE", help=f"replace what stands between {BEGIN} and {END}")
+    parser.add_argument("--write", type=Path, metavar="FILE", help=WRITE_HELP)
     parser.add_argument("--family", action="append", choices=FAMILIES, help="check this one; may be given again")
     options = parser.parse_args()
-    if options.write is not None and (options.family or BEGIN not in options.write.read_text(encoding="utf-8")):
+    if options.write is not None and (options.family or not has_markers(options.write)):
         parser.error(f"--write needs all families, and a line {BEGIN} in {options.write}")
     notes: dict[str, int] = {}
     table = tabulate(rows(options.family or list(FAMILIES), notes), headers=HEADERS, tablefmt="github")
     text = "\n".join([table, "", *(f"[{number}] {reason}  " for reason, number in notes.items())])
     print(text)
     if options.write is not None:
-        document = options.write.read_text(encoding="utf-8")
-        before, _, rest = document.partition(BEGIN)
-        with written_whole(options.write) as temporary:
-            temporary.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+        put_between_markers(options.write, text)
 
 
 if __name__ == "__main__":

@@ -11,18 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from markers import BEGIN, WRITE_HELP, has_markers, put_between_markers
 from tabulate import tabulate
 from tqdm import tqdm
 
 import graphquant as gq
 from graphquant.data import batches, split_rows, token_rows, topics_text
-from graphquant.files import written_whole
 from graphquant.models import load_model
 
 FORMATS = {"int8 sym": (8, True), "int8 asym": (8, False), "int4 sym": (4, True), "int4 asym": (4, False)}
 STATES = ("query_states", "key_states", "value_states")
 PROJECTIONS = ("role:q_proj", "role:k_proj", "role:v_proj")
-BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 
 
 @dataclass(frozen=True)
@@ -105,9 +104,9 @@ def cells(bench: Bench) -> Iterator[list[str]]:
 def main() -> None:
     """Print the table, and write it into a document where asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", type=Path, metavar="FILE", help=f"replace what stands between {BEGIN} and {END}")
+    parser.add_argument("--write", type=Path, metavar="FILE", help=WRITE_HELP)
     options = parser.parse_args()
-    if options.write is not None and BEGIN not in options.write.read_text(encoding="utf-8"):
+    if options.write is not None and not has_markers(options.write):
         parser.error(f"{options.write} has no line {BEGIN}")
     bench = Bench()
     plain = bench.plain()
@@ -118,10 +117,7 @@ def main() -> None:
     )
     print(text)
     if options.write is not None:
-        document = options.write.read_text(encoding="utf-8")
-        before, _, rest = document.partition(BEGIN)
-        with written_whole(options.write) as temporary:
-            temporary.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+        put_between_markers(options.write, text)
 
 
 if __name__ == "__main__":

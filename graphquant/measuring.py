@@ -6,7 +6,7 @@ values, padding left out.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from graphquant.errors import ConvertError
 from graphquant.loops import Batch, each_batch, input_names, modes_restored, runnable, running
 from graphquant.numerics import ErrorSums, TensorLayout, dynamic_qparams, expand_qparam
 from graphquant.numerics.affine import clipped
-from graphquant.numerics.strategies import LayoutKind
 from graphquant.passes.modules import kept_rows
 from graphquant.passes.prepared import fake_quants, set_mode
 from graphquant.records import SiteRecord, node_name, records
@@ -144,8 +143,7 @@ class _Site:
 
     @classmethod
     def of(cls, program: ExportedProgram, record: SiteRecord) -> "_Site":
-        args, (kind, heads, head_dim) = record.quantization_args, record.layout
-        layout = TensorLayout(cast(LayoutKind, kind), heads, head_dim)
+        args, layout = record.quantization_args, record.tensor_layout
         if args.dynamic:
             return cls(record.node, layout, args, None)
         scale, zero_point = (

@@ -6,13 +6,15 @@ torch.export saves that field with the program, so a report needs nothing but th
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch.export import ExportedProgram
 from torch.fx import Node
 
 from graphquant.config import QuantizationArgs
 from graphquant.errors import ConvertError
+from graphquant.numerics import TensorLayout
+from graphquant.numerics.strategies import LayoutKind
 from graphquant.plan import PlannedSite
 
 RECORD = "graphquant"
@@ -56,6 +58,12 @@ class SiteRecord:
     def quantization_args(self) -> QuantizationArgs:
         """The arguments as a value."""
         return QuantizationArgs.from_dict(dict(self.args))
+
+    @property
+    def tensor_layout(self) -> TensorLayout:
+        """The layout as a value."""
+        kind, heads, head_dim = self.layout
+        return TensorLayout(cast(LayoutKind, kind), heads, head_dim)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""

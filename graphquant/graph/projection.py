@@ -115,12 +115,19 @@ def _search(states: Node, inputs: frozenset[str]) -> tuple[list[Node], list[Node
             linears.append(node)
             continue
         between.append(node)
-        written = {source for write in fills(node) for source in ops.tensor_inputs(write)} - family(node)
-        sources = written if ops.kind(node) == "allocate" else ops.tensor_inputs(node)
-        fresh = [source for source in sources if source not in seen and ops.kind(node) != "shape"]
+        fresh = [source for source in _sources(node) if source not in seen and ops.kind(node) != "shape"]
         seen.update(fresh)
         stack.extend(fresh)
     return between, linears
+
+
+def _sources(node: Node) -> list[Node]:
+    """The tensors that a node's values come from: its inputs, or what is written into one that is filled in place."""
+    if ops.kind(node) != "allocate":
+        return ops.tensor_inputs(node)
+    members = family(node)
+    written = (source for write in fills(node) for source in ops.tensor_inputs(write))
+    return [source for source in dict.fromkeys(written) if source not in members]
 
 
 def _projects_otherwise(node: Node, inputs: frozenset[str]) -> bool:

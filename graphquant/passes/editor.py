@@ -167,7 +167,7 @@ def insertion_point(node: Node) -> Node:
     """Where calls on a node's value may start: behind it, behind what fills it, and behind the last placeholder."""
     while node.op == "placeholder" and node.next.op == "placeholder":
         node = node.next
-    return fills(node)[-1] if fills(node) else node
+    return next(reversed(fills(node)), node)
 
 
 def readers(node: Node, planned: PlannedSite, sites: AttentionSites, nodes: Mapping[str, Node]) -> list[Node]:

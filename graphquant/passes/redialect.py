@@ -5,7 +5,7 @@ calibration nor the config is needed, and a program from a file will do.
 """
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.export import ExportedProgram
@@ -14,7 +14,6 @@ from torch.fx import Node
 from graphquant.config import QuantizationArgs
 from graphquant.errors import ConvertError
 from graphquant.numerics import TensorLayout
-from graphquant.numerics.strategies import LayoutKind
 from graphquant.passes.dialects import Emit, Names, Qparams
 from graphquant.passes.editor import ProgramEditor
 from graphquant.records import RECORD, SiteRecord, node_name, records
@@ -30,8 +29,7 @@ class SiteSetting:
     @classmethod
     def of(cls, record: SiteRecord) -> "SiteSetting":
         """The setting that a record tells of."""
-        kind, heads, head_dim = record.layout
-        return cls(record.quantization_args, TensorLayout(cast(LayoutKind, kind), heads, head_dim))
+        return cls(record.quantization_args, record.tensor_layout)
 
 
 def redialect(program: ExportedProgram, emit: Emit, *, scale_dtype: torch.dtype = torch.float32) -> ExportedProgram:
