@@ -8,7 +8,7 @@ export TOKENIZERS_PARALLELISM := false
 # Two workers of one thread each: on 2 cores faster than one of two, and the same figures on any machine.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
-.PHONY: demo test fast lint bench table clean
+.PHONY: demo test slow lint bench table clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
@@ -18,10 +18,11 @@ test: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(PYTEST)
-
-fast: $(VENV)/.installed-test
 	$(PYTEST) -m "not slow"
+
+# What takes long: the real SmolLM2, every compiler, the whole table of families. CI runs these after `make test`.
+slow: $(VENV)/.installed-test
+	$(PYTEST) -m slow
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

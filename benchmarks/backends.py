@@ -1,9 +1,10 @@
 """What a backend makes of the pairs: prefill of 256 tokens of SmolLM2, float against quantized, in one run.
 
-    python benchmarks/backends.py --backend onnxruntime --backend openvino [--layers 30] [--repeats 5] [--json]
+    python benchmarks/backends.py --backend onnxruntime --backend openvino [--layers 30] [--repeats 10] [--json]
 
-Latency is the median of runs taken in turn, as a ratio to the same backend's float program; the size is the saved
-artifact's; the peak of memory is this process's while it lowered and ran, one process a program.
+Each program has a process of its own, whose peak of memory is thereby the program's alone: it loads the model, captures,
+calibrates, converts, lowers and runs. The processes lower one after the other, then all live, and are timed in turn;
+latency is the median of those, as a ratio to the same backend's float program.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import resource
 import statistics
 import tempfile
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -24,62 +26,79 @@ from graphquant.backends import BACKENDS
 from graphquant.data import batches, split_rows, token_rows, topics_text
 from graphquant.models import load_model
 
+FLOAT = "float"
 PRESETS = ("int8-kv-tensor", "int8-kv-attn-head", "int8-qkv-proj-channel")
 TOKENS = 256
 
 
-def programs(layers: int) -> tuple[dict[str, torch.export.ExportedProgram], dict[str, torch.Tensor]]:
-    """SmolLM2 with its first ``layers``, in float and with each preset, and a batch of 256 tokens."""
+def program(name: str, layers: int) -> tuple[torch.export.ExportedProgram, dict[str, torch.Tensor]]:
+    """SmolLM2 with its first ``layers``, in float or with a preset, and a batch of 256 tokens."""
     loaded = load_model("smollm2")
     model: Any = loaded.model
     model.model.layers = model.model.layers[:layers]
     model.config.num_hidden_layers = layers
     rows, held_out = split_rows(token_rows(loaded.tokenizer, topics_text(), TOKENS), 2, 1)
-    program = gq.capture(model)
-    made = {"float": program}
-    for name in PRESETS:
-        prepared = gq.prepare(program, gq.preset(name))
-        gq.calibrate(prepared, batches(rows), progress=False)
-        made[name] = gq.convert(prepared)
-    return made, batches(held_out)[0]
+    captured, batch = gq.capture(model), batches(held_out)[0]
+    if name == FLOAT:
+        return captured, batch
+    prepared = gq.prepare(captured, gq.preset(name))
+    gq.calibrate(prepared, batches(rows), progress=False)
+    return gq.convert(prepared), batch
+
+
+def serve(pipe: Connection, backend: str, name: str, layers: int) -> None:
+    """Lower one program and say what it took; then run and time it whenever the parent asks."""
+    made, batch = program(name, layers)
+    before = _peak_mb()
+    start = time.perf_counter()
+    lowered = gq.lower(made, backend, examples=[batch], tolerance=1e-2)
+    seconds = time.perf_counter() - start
+    lowered.run(batch)
+    with tempfile.TemporaryDirectory() as folder:
+        lowered.save(Path(folder) / f"model{BACKENDS[backend].suffix}")
+        size = sum(path.stat().st_size for path in Path(folder).iterdir())
+    summary = lowered.summary()
+    pipe.send(
+        {
+            "artifact MB": size / 1e6,
+            "lowered and checked in s": seconds,
+            "peak RSS MB": _peak_mb(),
+            "before lowering": before,
+            "ops of its own": f"{summary.dedicated} of {summary.pairs}",
+            "integer kernels": summary.integer_kernels,
+        }
+    )
+    while pipe.recv():
+        start = time.perf_counter()
+        lowered.run(batch)
+        pipe.send(time.perf_counter() - start)
+
+
+def _peak_mb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
 
 
 def measure(backend: str, layers: int, repeats: int) -> list[dict[str, Any]]:
-    """One row a program: latency as a ratio to float, artifact size, lowering time."""
-    made, batch = programs(layers)
-    lowered, seconds, sizes = {}, {}, {}
-    for name, program in made.items():
-        start = time.perf_counter()
-        lowered[name] = gq.lower(program, backend, examples=[batch], check=name != "float", tolerance=1e-2)
-        seconds[name] = time.perf_counter() - start
-        sizes[name] = _size(lowered[name], BACKENDS[backend].suffix)
-    times: dict[str, list[float]] = {name: [] for name in lowered}
-    for artifact in lowered.values():
-        artifact.run(batch)  # warm up
+    """One row a program: latency as a ratio to float, artifact size, peak of memory."""
+    context = multiprocessing.get_context("spawn")
+    pipes, processes, facts = {}, [], {}
+    for name in (FLOAT, *PRESETS):
+        pipes[name], other = context.Pipe()
+        processes.append(context.Process(target=serve, args=(other, backend, name, layers), daemon=True))
+        processes[-1].start()
+        other.close()  # so that a process which fails is an EOFError here, and no wait for ever
+        facts[name] = pipes[name].recv()
+    times: dict[str, list[float]] = {name: [] for name in pipes}
     for _ in range(repeats):
-        for name, artifact in lowered.items():
-            start = time.perf_counter()
-            artifact.run(batch)
-            times[name].append(time.perf_counter() - start)
-    base = statistics.median(times["float"])
-    return [
-        {
-            "backend": backend,
-            "program": name,
-            "latency / float": statistics.median(times[name]) / base,
-            "artifact MB": sizes[name] / 1e6,
-            "lowered in s": seconds[name],
-            "integer kernels": lowered[name].summary().integer_kernels,
-            "peak RSS MB, all four": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
-        }
-        for name in lowered
-    ]
-
-
-def _size(lowered: Any, suffix: str) -> int:
-    with tempfile.TemporaryDirectory() as folder:
-        lowered.save(Path(folder) / f"model{suffix}")
-        return sum(path.stat().st_size for path in Path(folder).iterdir())
+        for name, pipe in pipes.items():
+            pipe.send(True)
+            times[name].append(pipe.recv())
+    for pipe, process in zip(pipes.values(), processes, strict=True):
+        pipe.send(False)
+        process.join()
+    base = statistics.median(times[FLOAT])
+    latency = {name: statistics.median(taken) / base for name, taken in times.items()}
+    return [{"backend": backend, "program": name, "latency / float": latency[name], **facts[name]} for name in pipes]
 
 
 def main() -> None:
@@ -87,14 +106,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", action="append", choices=BACKENDS, help="measure this one; may be given again")
     parser.add_argument("--layers", type=int, default=30)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args()
-    rows = []
-    for backend in options.backend or list(BACKENDS):
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            rows += pool.apply(measure, (backend, options.layers, options.repeats))
-    print(json.dumps(rows) if options.json else tabulate(rows, headers="keys", floatfmt=".3g"))
+    rows = [
+        row
+        for backend in options.backend or list(BACKENDS)
+        for row in measure(backend, options.layers, options.repeats)
+    ]
+    print(json.dumps(rows) if options.json else tabulate(rows, headers="keys", tablefmt="github", floatfmt=".3g"))
 
 
 if __name__ == "__main__":

@@ -120,16 +120,20 @@ def modes_restored(prepared: nn.Module) -> Iterator[None]:
             module.enabled = enabled
 
 
-def caller(program: ExportedProgram) -> Callable[..., Any]:
-    """The program as a function of its inputs by name, also of those that it was exported with by position."""
+def caller(program: ExportedProgram, compiled: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """The program as a function of its inputs by name, also of those that it was exported with by position.
+
+    ``compiled`` is called in place of a runnable copy of it.
+    """
     module = runnable(program)
+    run = module if compiled is None else compiled
     names, positional = input_names(module), positional_names(program, module)
 
     def call(**batch: Any) -> Any:
         if set(names) != set(batch):
             raise DataError(f"the batches have {', '.join(batch)}; the program takes {', '.join(names)}")
         rest = {name: value for name, value in batch.items() if name not in positional}
-        return module(*(batch[name] for name in positional), **rest)
+        return run(*(batch[name] for name in positional), **rest)
 
     return call
 

@@ -1,12 +1,16 @@
 """The checks of docs/models.md, run for a part of the table: every family, and more forms where they differ."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from families import FAMILIES
 from family_table import CACHES, FORMS, HEADERS, WORKS, check
 
 DOCUMENT = (Path(__file__).parents[1] / "docs" / "models.md").read_text(encoding="utf-8")
+FAST = ("Llama", "Gemma-3", "DeepSeek-V3", "GPT-2")
+"""Those that the fast tests check, each in its first form."""
 CORE = ("Llama", "Phi-3", "Gemma-3", "DeepSeek-V3", "GPT-2", "gpt-oss")
 """Those whose attention is checked in the other implementation and in core ATen too."""
 
@@ -35,9 +39,13 @@ def check_cell(name: str, cache: str | None, implementation: str, decomposed: bo
     assert reason in DOCUMENT
 
 
-@pytest.mark.parametrize(
-    ("name", "implementation", "decomposed"), [(name, *form) for name in FAMILIES for form in FORMS_OF[name]]
-)
+def _cells() -> Iterator[Any]:
+    for name in FAMILIES:
+        for index, form in enumerate(FORMS_OF[name]):
+            yield pytest.param(name, *form, marks=[] if name in FAST and index == 0 else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("name", "implementation", "decomposed"), _cells())
 def test_a_cell_without_a_cache(name: str, implementation: str, decomposed: bool) -> None:
     check_cell(name, None, implementation, decomposed)
 

@@ -4,15 +4,12 @@ import pytest
 
 from tests.test_families import check_cell
 
+pytestmark = pytest.mark.slow
 CACHES = ("static", "inputs")
 TRAINING = ("Mistral", "Phi-3", "SmolLM3", "GPT-NeoX", "OPT", "LFM2", "gpt-oss")
 CELLS = [
-    *(
-        (name, cache, "eager" if name == "gpt-oss" else "sdpa", False)
-        for name in TRAINING
-        for cache in ("static", "inputs")
-    ),
-    *((name, cache, "sdpa", True) for name in ("Llama", "DeepSeek-V3") for cache in ("static", "inputs")),
+    *((name, cache, "eager" if name == "gpt-oss" else "sdpa", False) for name in TRAINING for cache in CACHES),
+    *((name, cache, "sdpa", True) for name in ("Llama", "DeepSeek-V3") for cache in CACHES),
     ("Llama", "inputs", "eager", False),
     ("Gemma-3n", "inputs", "sdpa", False),
 ]

@@ -1,4 +1,4 @@
-"""Inductor: an AOTInductor package (``.pt2``), a shared library that runs without Python's torch.export."""
+"""Inductor: an AOTInductor package (``.pt2``), a shared library that runs without graphquant; or torch.compile."""
 
 import zipfile
 from collections.abc import Mapping
@@ -13,11 +13,15 @@ from torch.export import ExportedProgram
 
 from graphquant.backends.base import YES, Backend, Batch, Capability, Inputs, Lowered, Summary
 from graphquant.config import QuantizationArgs
+from graphquant.errors import LowerError, OutputError
 from graphquant.files import written_whole
+from graphquant.loops import caller, runnable
 from graphquant.numerics import TensorLayout
 from graphquant.passes.dialects import Emit, emit_pt2e
 from graphquant.records import records
 
+FORMS = ("package", "compile")
+"""``package`` is compiled ahead of time and saved as a file; ``compile`` is torch.compile, in this process."""
 _INTEGER_KERNELS = ("_weight_int8pack_mm", "onednn::qlinear", "onednn::qconv", "_int_mm")
 
 
@@ -29,6 +33,7 @@ class Inductor(Backend):
     modules = ()
     suffix = ".pt2"
     tolerance = 2e-5  # it fuses and reorders sums of floats
+    options = ("form",)
 
     @property
     def dialect(self) -> Emit:
@@ -40,12 +45,21 @@ class Inductor(Backend):
         return YES
 
     def compile(self, program: ExportedProgram, example: Batch, options: Mapping[str, Any]) -> Lowered:
-        """Compile to a package in a temporary folder, and load it."""
+        """Compile to a package in a temporary folder, and load it; or with torch.compile, where ``form`` says so.
+
+        Raises:
+            LowerError: ``form`` is neither.
+        """
+        form, pairs = options.get("form", "package"), sum(1 for _ in records(program))
+        if form not in FORMS:
+            raise LowerError(f"unknown form {form!r} of backend 'inductor'; there are {', '.join(FORMS)}")
+        if form == "compile":
+            return _Compiled(program, example, pairs)
         folder = TemporaryDirectory(prefix="graphquant-")
         path = str(Path(folder.name) / "model.pt2")
         with torch.no_grad():
             package = torch._inductor.aoti_compile_and_package(program, package_path=path)
-        return _Package(Path(package), folder, Inputs.of(program), sum(1 for _ in records(program)))
+        return _Package(Path(package), folder, Inputs.of(program), pairs)
 
 
 def _contiguous(value: Any) -> Any:
@@ -75,12 +89,42 @@ class _Package(Lowered):
     def summary(self) -> Summary:
         with zipfile.ZipFile(self._path) as archive:
             sources = [archive.read(name).decode() for name in archive.namelist() if name.endswith(".cpp")]
-        kernels = sum(source.count(name) for source in sources for name in _INTEGER_KERNELS)
-        loops = sum(source.count('extern "C"') for source in sources)
-        return Summary(
-            backend="inductor",
-            pairs=self._pairs,
-            dedicated=0,
-            integer_kernels=kernels,
-            details={"C++ kernels, the pairs fused into them": loops},
-        )
+        return _summary(sources, self._pairs)
+
+
+class _Compiled(Lowered):
+    def __init__(self, program: ExportedProgram, example: Batch, pairs: int) -> None:
+        self._module, self._pairs = runnable(program), pairs
+        self._before = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
+        self._call = caller(program, torch.compile(self._module, dynamic=True))
+        # A graph from Inductor's cache would come without its source.
+        with torch.no_grad(), torch._inductor.config.patch(fx_graph_cache=False):
+            _, self._sources = torch._inductor.utils.run_and_get_code(self._call, **example)
+        self.reset()
+
+    def reset(self) -> None:
+        for name, buffer in self._module.named_buffers():
+            buffer.copy_(self._before[name])
+
+    def run(self, inputs: Batch) -> list[Tensor]:
+        with torch.no_grad():
+            output = self._call(**inputs)
+        return [leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+
+    def save(self, path: str | Path) -> None:
+        raise OutputError(f"cannot write {path}: torch.compile leaves no file; lower with form='package'")
+
+    def summary(self) -> Summary:
+        return _summary(self._sources, self._pairs)
+
+
+def _summary(sources: list[str], pairs: int) -> Summary:
+    kernels = sum(source.count(name) for source in sources for name in _INTEGER_KERNELS)
+    loops = sum(source.count('extern "C"') for source in sources)
+    return Summary(
+        backend="inductor",
+        pairs=pairs,
+        dedicated=0,
+        integer_kernels=kernels,
+        details={"C++ kernels, the pairs fused into them": loops},
+    )

@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from shutil import copyfile
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -22,7 +23,10 @@ from graphquant.records import records
 OPSET = 21
 EXTERNAL_FROM = 1_500_000_000
 """Bytes of weights from which they are kept in a file beside the model: protobuf ends at 2 GB."""
+_EXTERNAL_ABOVE = 1024
+"""Bytes of a tensor from which it goes there; smaller ones stay where shape inference sees them."""
 _DIMS = ("batch", "sequence")
+_FOUR_BITS = {(-8, 7): "int4", (0, 15): "uint4"}
 _INTEGER_OPS = (
     "MatMulInteger",
     "QLinearMatMul",
@@ -65,34 +69,76 @@ class OnnxRuntime(Backend):
             program, args, kwargs=rest, dynamo=True, opset_version=OPSET, optimize=True, verbose=False
         )
         assert exported is not None
-        model = exported.model_proto
+        model = exported.model
         _name_dims(model, program)
+        _four_bit_types(model)
         return _Session(model, inputs, sum(1 for _ in records(program)))
 
 
 def _name_dims(model: Any, program: ExportedProgram) -> None:
     """Call the dims of the first input ``batch`` and ``sequence``, wherever they occur."""
+    import onnx_ir as ir
+
     first = str(program.graph_signature.user_inputs[0])
     value = next(node.meta["val"] for node in program.graph.nodes if node.name == first)
     symbols = {str(dim): name for dim, name in zip(value.shape, _DIMS, strict=False) if not isinstance(dim, int)}
-    graph = model.graph
-    for info in (*graph.input, *graph.output, *graph.value_info):
-        for dim in info.type.tensor_type.shape.dim:
-            if dim.dim_param:
-                dim.dim_param = re.sub(r"\bs\d+\b", lambda found: symbols.get(found[0], found[0]), dim.dim_param)
+
+    def named(dim: Any) -> Any:
+        if isinstance(dim, int) or dim.value is None:
+            return dim
+        return ir.SymbolicDim(re.sub(r"\bs\d+\b", lambda found: symbols.get(found[0], found[0]), dim.value))
+
+    produced = [output for node in model.graph.all_nodes() for output in node.outputs]
+    for value in (*model.graph.inputs, *produced):
+        if value.shape is not None:
+            value.shape = ir.Shape([named(dim) for dim in value.shape])
+
+
+def _four_bit_types(model: Any) -> None:
+    """Pairs of 4 bits as ONNX's own 4-bit types, in place of 8-bit ones with a Clip between the two ops."""
+    import onnx_ir as ir
+    from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+    for quantize in [node for node in model.graph if node.op_type == "QuantizeLinear"]:
+        clips = list(quantize.outputs[0].consumers())
+        if [node.op_type for node in clips] != ["Clip"] or any(value is None for value in clips[0].inputs):
+            continue
+        limits = tuple(int(value.const_value.numpy()) for value in clips[0].inputs[1:])
+        codes, readers = clips[0].outputs[0], list(clips[0].outputs[0].consumers())
+        if limits not in _FOUR_BITS or any(node.op_type != "DequantizeLinear" for node in readers):
+            continue
+        dtype = ir.DataType[_FOUR_BITS[limits].upper()]
+        old = quantize.inputs[2]
+        values = old.const_value.numpy().astype(dtype.numpy())
+        zero_point = ir.val(f"{old.name}_{_FOUR_BITS[limits]}", const_value=ir.tensor(values, dtype))
+        zero_point = model.graph.initializers.setdefault(zero_point.name, zero_point)
+        quantize.replace_input_with(2, zero_point)
+        for reader in readers:
+            reader.replace_input_with(2, zero_point)
+        codes.replace_all_uses_with(quantize.outputs[0])
+        quantize.outputs[0].dtype = dtype
+        model.graph.remove(clips[0], safe=True)
+    RemoveUnusedNodesPass()(model)
 
 
 class _Session(Lowered):
     def __init__(self, model: Any, inputs: Inputs, pairs: int) -> None:
+        import onnx
+        import onnx_ir as ir
         import onnxruntime
 
-        self._model, self._inputs, self._pairs = model, inputs, pairs
+        self._inputs, self._pairs = inputs, pairs
+        self._dedicated = sum(node.op_type == "QuantizeLinear" for node in model.graph)
         self._folder = TemporaryDirectory(prefix="graphquant-")
         self._path = Path(self._folder.name) / "model.onnx"
         self._optimized = Path(self._folder.name) / "optimized.onnx"
-        _write(model, self._path)
+        self._external = _weight_bytes(model) > EXTERNAL_FROM
+        beside = "model.onnx.data" if self._external else None
+        ir.save(model, self._path, external_data=beside, size_threshold_bytes=_EXTERNAL_ABOVE)
+        onnx.checker.check_model(str(self._path))
         options = onnxruntime.SessionOptions()
         options.optimized_model_filepath = str(self._optimized)
+        options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "optimized.data")
         options.log_severity_level = 3
         self._session = onnxruntime.InferenceSession(str(self._path), options, providers=["CPUExecutionProvider"])
 
@@ -107,58 +153,41 @@ class _Session(Lowered):
         if path.suffix != ".onnx":
             raise OutputError(f"cannot write {path}: expected a name that ends in .onnx")
         check_writable(path)
-        if not _is_large(self._model):
+        if not self._external:
             with written_whole(path) as temporary:
-                temporary.write_bytes(self._model.SerializeToString())
+                copyfile(self._path, temporary)
             return
         data = path.with_name(path.name + ".data")
         with written_whole(data) as weights, written_whole(path) as temporary:
-            _write_with_data(self._model, temporary, weights, data.name)
+            copyfile(self._path.with_name("model.onnx.data"), weights)
+            temporary.write_bytes(_pointing_to(self._path, data.name))
 
     def summary(self) -> Summary:
         import onnx
 
         ops = Counter(node.op_type for node in onnx.load(str(self._optimized), load_external_data=False).graph.node)
         integer = {name: ops[name] for name in _INTEGER_OPS if ops[name]}
-        dedicated = sum(node.op_type == "QuantizeLinear" for node in self._model.graph.node)
         details = {name: ops[name] for name in ("QuantizeLinear", "DequantizeLinear")} | integer
         return Summary(
             backend="onnxruntime",
             pairs=self._pairs,
-            dedicated=dedicated,
+            dedicated=self._dedicated,
             integer_kernels=sum(integer.values()),
             details={f"{name} in the optimized graph": count for name, count in details.items()},
         )
 
 
-def _is_large(model: Any) -> bool:
-    return bool(sum(len(tensor.raw_data) for tensor in model.graph.initializer) > EXTERNAL_FROM)
+def _weight_bytes(model: Any) -> int:
+    return sum(value.const_value.nbytes for value in model.graph.initializers.values())
 
 
-def _write(model: Any, path: Path) -> None:
+def _pointing_to(path: Path, name: str) -> bytes:
+    """The model at ``path``, its weights in a file of another name beside it."""
     import onnx
 
-    if _is_large(model):
-        _write_with_data(model, path, path.with_name("model.onnx.data"), "model.onnx.data")
-    else:
-        path.write_bytes(model.SerializeToString())
-    onnx.checker.check_model(str(path))
-
-
-def _write_with_data(model: Any, path: Path, weights: Path, name: str) -> None:
-    """The model, and its weights in a file that it calls ``name``."""
-    import onnx
-
-    copied = onnx.ModelProto()
-    copied.CopyFrom(model)
-    offset = 0
-    with weights.open("wb") as file:
-        for tensor in copied.graph.initializer:
-            if len(tensor.raw_data) < 1024:
-                continue
-            size = len(tensor.raw_data)
-            file.write(tensor.raw_data)
-            onnx.external_data_helper.set_external_data(tensor, name, offset, size)
-            tensor.ClearField("raw_data")
-            offset += size
-    path.write_bytes(copied.SerializeToString())
+    model = onnx.load(str(path), load_external_data=False)
+    for tensor in model.graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                entry.value = name
+    return bytes(model.SerializeToString())

@@ -1,6 +1,9 @@
 """``graphquant compile``: a saved program in, a checked artifact of a backend out."""
 
+import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -69,6 +72,10 @@ def compile(
         typer.echo(f"{summary}\nsaved {output} after {seconds:.0f} s" + (", checked" if check else ", not checked"))
 
 
+GRACE = 20
+"""Seconds past the time-out after which the process ends itself, where a compiler never came back to Python."""
+
+
 class _TimeIsOver(BaseException):
     """No Exception: compilers catch those, and go on in another way."""
 
@@ -83,16 +90,34 @@ def _limited(seconds: int | None) -> Iterator[None]:
     if seconds is None:
         yield
         return
+    late = f"the compiler was not done after {seconds} s: give a longer --timeout, or none"
+    over = False
 
     def stop(*_: object) -> None:
+        nonlocal over
+        over = True
         raise _TimeIsOver
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
+    last_resort = threading.Timer(seconds + GRACE, _give_up, (late,))
+    last_resort.daemon = True
+    last_resort.start()
+    # Once a second from then on: Python drops what is raised in a destructor or in a callback from C.
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1)
     try:
         yield
     except _TimeIsOver:
-        raise LowerError(f"the compiler was not done after {seconds} s: give a longer --timeout, or none") from None
+        pass
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        last_resort.cancel()
+    if over:
+        raise LowerError(late)
+
+
+def _give_up(line: str) -> None:
+    """End the process from a thread: the main one is in a compiler's own code. Nothing is half written by then."""
+    sys.stderr.write(f"\nerror: {line}\n")
+    sys.stderr.flush()
+    os._exit(1)

@@ -11,15 +11,17 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 from safetensors import SafetensorError
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from graphquant.errors import ModelError
 from graphquant.models.weights import failing_as, load_weights, reason
+
+if TYPE_CHECKING:  # its first use imports torchao, which logs: by then the command line has logs off
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 def cache_dir() -> Path:
@@ -70,7 +72,7 @@ def _is_complete(folder: Path) -> bool:
     return all(any(folder.glob(name)) for name in ("config.json", "tokenizer.json", "*.safetensors"))
 
 
-def _read_gguf(path: Path, verbose: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _read_gguf(path: Path, verbose: bool) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     print(f"graphquant: dequantizing {path.name} to float32 (once, half a minute for 135M)", file=sys.stderr)
     where: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
     # With a GGUF kernel package installed, transformers would keep the weights packed unless told not to.

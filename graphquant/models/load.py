@@ -3,18 +3,20 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 from huggingface_hub import is_offline_mode
 from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from graphquant.errors import ModelError
 from graphquant.models.cache import converted_copy
 from graphquant.models.smollm2 import fetch_smollm2
 from graphquant.models.weights import failing_as, load_weights, quiet, reason
+
+if TYPE_CHECKING:  # its first use imports torchao, which logs: by then the command line has logs off
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _KINDS = 'the name "smollm2", a local folder in Hugging Face format, a path to a .gguf file, or a hub id'
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "tekken.json")
@@ -24,8 +26,8 @@ _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "tekken.json")
 class LoadedModel:
     """A causal language model in eval mode, its tokenizer, and a short name for reports."""
 
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
+    model: "PreTrainedModel"
+    tokenizer: "PreTrainedTokenizerBase"
     name: str
 
 
@@ -58,7 +60,7 @@ def load_model(
         raise ModelError(f"{path} is a file that does not end in .gguf: expected {_KINDS}")
 
 
-def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(source: str) -> "PreTrainedTokenizerBase":
     """Load a model's tokenizer, without its weights where they are apart.
 
     Raises:

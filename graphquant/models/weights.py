@@ -6,17 +6,19 @@ Invariant: a model with a missing, misshapen, NaN or Inf weight is refused.
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 from torch import nn
-from transformers import PreTrainedModel
 
 from graphquant.errors import ModelError
 
+if TYPE_CHECKING:  # its first use imports torchao, which logs: by then the command line has logs off
+    from transformers import PreTrainedModel
 
-def load_weights(source: str | Path, options: dict[str, Any]) -> PreTrainedModel:
+
+def load_weights(source: str | Path, options: dict[str, Any]) -> "PreTrainedModel":
     """Return the model in `source`, in eval mode, with every weight that its config asks for.
 
     Raises:

@@ -19,7 +19,7 @@ from graphquant.loops import caller
 from graphquant.numerics import STRATEGIES, TensorLayout
 from tests.tiny import tiny_llama
 
-SIZES = [(1, 1), (3, 7), (1, 8), (3, 128)]
+SIZES = [(rows, length) for rows in (1, 3) for length in (1, 7, 8, 128)]
 ALL_LOWERED = [
     ("onnxruntime", "int8 sym"),
     ("onnxruntime", "int4 asym"),
@@ -77,30 +77,6 @@ def test_a_saved_artifact_runs_in_a_process_without_graphquant(lowered: Any, nam
     assert _difference([torch.load(tmp_path / "out.pt")], artifact.run(inputs)) <= 1e-6
     with pytest.raises(OutputError, match=r"expected a name that ends in|there is no directory"):
         artifact.save(tmp_path / "none" / "model.txt")
-
-
-@pytest.mark.parametrize("name", ["onnxruntime"])
-def test_onnx_names_its_dims(lowered: Any, name: str) -> None:
-    import onnx
-
-    model = lowered(name, "int8 sym")._model
-    onnx.checker.check_model(model)
-    assert [entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")] == [21]
-    shapes = {info.name: [dim.dim_param for dim in info.type.tensor_type.shape.dim] for info in model.graph.input}
-    assert shapes == {"input_ids": ["batch", "sequence"], "attention_mask": ["batch", "sequence"]}
-
-
-def test_weights_beside_the_model(lowered: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import onnxruntime
-
-    artifact = lowered("onnxruntime", "int8 sym")
-    monkeypatch.setattr("graphquant.backends.onnx.EXTERNAL_FROM", 1000)
-    artifact.save(tmp_path / "model.onnx")
-    assert {path.name for path in tmp_path.iterdir()} == {"model.onnx", "model.onnx.data"}
-    inputs = batch(1, 5)
-    session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"))
-    (out,) = session.run(None, {name: value.numpy() for name, value in inputs.items()})
-    assert torch.equal(torch.from_numpy(out), artifact.run(inputs)[0])
 
 
 @pytest.mark.skipif(bool(BACKENDS["executorch"].missing()), reason="needs executorch")
