@@ -2,9 +2,9 @@
 
     python benchmarks/backends.py --backend onnxruntime --backend openvino [--layers 30] [--repeats 10] [--json]
 
-Each program has a process of its own, whose peak of memory is thereby the program's alone: it loads the model, captures,
-calibrates, converts, lowers and runs. The processes lower one after the other, then all live, and are timed in turn;
-latency is the median of those, as a ratio to the same backend's float program.
+Each program has a process of its own, whose peak of memory is thereby the program's alone: it loads the model,
+captures, calibrates, converts, lowers and runs. The processes lower one after the other, then all live, and are timed
+in turn; latency is the median of those, as a ratio to the same backend's float program.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from graphquant.data import batches, split_rows, token_rows, topics_text
 from graphquant.models import load_model
 
 FLOAT = "float"
-PRESETS = ("int8-kv-tensor", "int8-kv-attn-head", "int8-qkv-proj-channel")
+PRESETS = ("int8-kv-attn-head", "int8-kv-token")
 TOKENS = 256
 
 
@@ -51,7 +51,7 @@ def serve(pipe: Connection, backend: str, name: str, layers: int) -> None:
     made, batch = program(name, layers)
     before = _peak_mb()
     start = time.perf_counter()
-    lowered = gq.lower(made, backend, examples=[batch], tolerance=1e-2)
+    lowered = gq.lower(made, backend, examples=[batch], check=False)  # the tests check
     seconds = time.perf_counter() - start
     lowered.run(batch)
     with tempfile.TemporaryDirectory() as folder:
@@ -61,7 +61,7 @@ def serve(pipe: Connection, backend: str, name: str, layers: int) -> None:
     pipe.send(
         {
             "artifact MB": size / 1e6,
-            "lowered and checked in s": seconds,
+            "lowered in s": seconds,
             "peak RSS MB": _peak_mb(),
             "before lowering": before,
             "ops of its own": f"{summary.dedicated} of {summary.pairs}",

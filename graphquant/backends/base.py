@@ -139,9 +139,6 @@ class Backend(ABC):
     suffix: ClassVar[str]
     tolerance: ClassVar[float] = 1e-5
     """Largest |difference| from the program, relative to its largest |output|; the reason stands beside another."""
-    token_tolerance: ClassVar[float] = 1e-3
-    """The same where a symmetric scale is computed per token: the token's lowest value lies on a rounding tie of its
-    own scale, and goes a step up or down with the last bit of a division."""
     dtypes: ClassVar[tuple[str, ...]] = ("float32", "float16", "bfloat16")
     options: ClassVar[tuple[str, ...]] = ()
     """Further options of ``lower`` that it knows."""

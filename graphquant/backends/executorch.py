@@ -1,5 +1,6 @@
 """ExecuTorch: a ``.pte`` file, what XNNPACK takes delegated to it, the rest on the portable kernels."""
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,16 +16,20 @@ from graphquant.config import QuantizationArgs
 from graphquant.errors import LowerError, OutputError
 from graphquant.files import written_whole
 from graphquant.numerics import TensorLayout
-from graphquant.passes.dialects import Emit, emit_aten
+from graphquant.passes.dialects import Decomposed, Emit
 from graphquant.passes.editor import rebuild
 from graphquant.records import records
 
 MAX_BATCH, MAX_SEQUENCE = 4, 512
 """What memory is planned for unless told otherwise."""
+_QUANTIZE = re.compile(r"\bquantize_per_channel\b")
 
 
 class ExecuTorch(Backend):
-    """Integers work, in arithmetic; its memory is planned ahead, so that batch and sequence have a largest size."""
+    """Integers work: scales along one dim in its quantize and dequantize kernels, the rest in arithmetic.
+
+    Its memory is planned ahead, so that batch and sequence have a largest size.
+    """
 
     name = "executorch"
     extra = "executorch"
@@ -36,7 +41,8 @@ class ExecuTorch(Backend):
     @property
     def dialect(self) -> Emit:
         """How pairs are said to this backend."""
-        return emit_aten
+        # Its kernels end the process when given scales that are not float64, or zero points that are not int64.
+        return Decomposed(per_tensor=False, scale_dtype=torch.float64, zero_point_dtype=torch.int64)
 
     def capability(self, args: QuantizationArgs, layout: TensorLayout) -> Capability:
         """All integer settings."""
@@ -46,6 +52,7 @@ class ExecuTorch(Backend):
 
     def compile(self, program: ExportedProgram, example: Batch, options: Mapping[str, Any]) -> Lowered:
         """Lower with the XNNPACK partitioner; ``max_batch`` and ``max_sequence`` bound the dynamic dims."""
+        import executorch.kernels.quantized  # noqa: F401 (registers its quantize and dequantize kernels)
         from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
         from executorch.devtools.backend_debug import get_delegation_info
         from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
@@ -58,14 +65,17 @@ class ExecuTorch(Backend):
                 compile_config=EdgeCompileConfig(_check_ir_validity=False),
             )
             buffer = edge.to_executorch().buffer
-        info = get_delegation_info(edge.exported_program().graph_module)
+        graph_module = edge.exported_program().graph_module
+        info = get_delegation_info(graph_module)
+        dedicated = sum(bool(_QUANTIZE.search(str(node.target))) for node in graph_module.graph.nodes)
         details = {
             "nodes delegated to XNNPACK": info.num_delegated_nodes,
             "nodes on portable kernels": info.num_non_delegated_nodes,
         }
-        inputs = Inputs.of(program)
+        inputs, pairs = Inputs.of(program), sum(1 for _ in records(program))
         largest = tuple(tuple(_largest(dim, program, limits) for dim in shape) for shape in inputs.shapes)
-        return _Program(buffer, inputs, largest, sum(1 for _ in records(program)), details)
+        summary = Summary(backend=self.name, pairs=pairs, dedicated=dedicated, integer_kernels=0, details=details)
+        return _Program(buffer, inputs, largest, summary)
 
 
 def _symbols(program: ExportedProgram, limits: tuple[int, int]) -> list[tuple[Any, int]]:
@@ -111,11 +121,9 @@ class _Program(Lowered):
         buffer: bytes,
         inputs: Inputs,
         largest: tuple[tuple[tuple[int | None, str], ...], ...],
-        pairs: int,
-        details: Mapping[str, int],
+        summary: Summary,
     ) -> None:
-        self._buffer, self._inputs, self._largest = buffer, inputs, largest
-        self._pairs, self._details = pairs, details
+        self._buffer, self._inputs, self._largest, self._summary = buffer, inputs, largest, summary
         self.reset()
 
     def reset(self) -> None:
@@ -143,4 +151,4 @@ class _Program(Lowered):
             temporary.write_bytes(self._buffer)
 
     def summary(self) -> Summary:
-        return Summary(backend="executorch", pairs=self._pairs, dedicated=0, integer_kernels=0, details=self._details)
+        return self._summary

@@ -1,7 +1,6 @@
 """``lower``: refuse what cannot be right, say the pairs in the backend's dialect, compile, and check the artifact."""
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,10 +8,11 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from graphquant.backends.base import Backend, Batch, Inputs, Lowered
+from graphquant.backends.checking import Reference
 from graphquant.backends.registry import backend as backend_of
 from graphquant.errors import DataError, LowerError, MismatchError, UnsupportedError
-from graphquant.graph.writes import shared
-from graphquant.loops import caller, running, shapes_of
+from graphquant.graph.writes import written_buffers
+from graphquant.loops import shapes_of
 from graphquant.passes.redialect import SiteSetting, redialect
 from graphquant.passes.watching import with_outputs
 from graphquant.records import records
@@ -34,7 +34,8 @@ def lower(
 
     ``examples`` are batches of the program's inputs, the first of which is traced with and all of which are checked;
     a program of ``input_ids`` and ``attention_mask`` needs none. ``check`` runs artifact and program on them and
-    compares, within ``tolerance`` of the largest |output| (by default the backend's own).
+    compares: within ``tolerance`` of the largest |output|, or by default the backend's own, or what roundings alone
+    make of this program (``backends.checking``).
 
     Raises:
         LowerError: the backend is unknown or fails.
@@ -56,18 +57,20 @@ def lower(
     spoken = redialect(program, chosen.dialect)
     lowered = _compiled(chosen, spoken, batches[0], options)
     if check:
-        limit = _limit(chosen, program) if tolerance is None else tolerance
-        reference = caller(spoken)  # one for all batches: a cache that one fills, the next one reads
+        limit = chosen.tolerance if tolerance is None else tolerance
+        reference = Reference(spoken)
         for batch in batches:
-            _compare(chosen, spoken, lowered, reference, batch, limit, options)
+            reference.run(batch)
+            found = _run(chosen, lowered, batch)
+            wrong = reference.wrong(found, limit, strict=tolerance is not None)
+            if wrong:
+                site = _first_site(chosen, spoken, batch, limit, options)
+                raise MismatchError(
+                    f"backend {chosen.name!r} computes something else: {max(wrong.values()):.1e} of the largest "
+                    f"output, where {limit:.0e} is allowed, on {shapes_of(batch)}; {site}"
+                )
         lowered.reset()
     return lowered
-
-
-def _limit(chosen: Backend, program: ExportedProgram) -> float:
-    settings = [record.quantization_args for _, record in records(program)]
-    on_ties = any(args.dynamic and args.symmetric and args.type != "float" for args in settings)
-    return max(chosen.tolerance, chosen.token_tolerance if on_ties else 0.0)
 
 
 def refuse(program: ExportedProgram, chosen: Backend) -> None:
@@ -91,25 +94,12 @@ def refuse(program: ExportedProgram, chosen: Backend) -> None:
             f"backend {chosen.name!r} does not take {', '.join(wrong)} models; it takes {', '.join(chosen.dtypes)}: "
             "load the model in one of these"
         )
-    written = _written_buffers(program)
+    written = written_buffers(program)
     if written and not chosen.keeps_state:
         raise UnsupportedError(
             f"backend {chosen.name!r} loses what a program writes to its buffers ({written[0]}), without an error: "
             'capture the model with cache="inputs"'
         )
-
-
-def _written_buffers(program: ExportedProgram) -> list[str]:
-    """The buffers that a program writes to, in place or by its signature."""
-    signature = program.graph_signature
-    named = {**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
-    in_place = [
-        named[source.name]
-        for node in program.graph.nodes
-        for source, writes in shared(node).items()
-        if writes and source.name in named
-    ]
-    return [*signature.buffers_to_mutate.values(), *in_place]
 
 
 def _examples(program: ExportedProgram, given: Sequence[Batch] | None, options: Mapping[str, Any]) -> list[Batch]:
@@ -156,25 +146,6 @@ def _compiled(chosen: Backend, program: ExportedProgram, example: Batch, options
         raise LowerError(f"backend {chosen.name!r} failed: {type(error).__name__}: {first[:400]}") from error
 
 
-def _compare(
-    chosen: Backend,
-    program: ExportedProgram,
-    lowered: Lowered,
-    reference: Callable[..., Any],
-    batch: Batch,
-    limit: float,
-    options: Mapping[str, Any],
-) -> None:
-    worst = _difference(_run(chosen, lowered, batch), _outputs(reference, batch))
-    if worst <= limit:
-        return
-    raise MismatchError(
-        f"backend {chosen.name!r} computes something else: {worst:.1e} of the largest output where {limit:.0e} is "
-        f"allowed, on {shapes_of(batch)}; {_first_site(chosen, program, batch, limit, options)}. A value on a rounding "
-        "tie may go either way: try other examples=, and if you expect it of the compiler, a larger tolerance="
-    )
-
-
 def _run(chosen: Backend, lowered: Lowered, batch: Batch) -> list[Tensor]:
     try:
         return lowered.run(batch)
@@ -188,34 +159,6 @@ def _run(chosen: Backend, lowered: Lowered, batch: Batch) -> list[Tensor]:
         ) from error
 
 
-def _outputs(reference: Callable[..., Any], batch: Batch) -> list[Tensor]:
-    with torch.no_grad(), running(None, batch, 0):
-        leaves = torch.utils._pytree.tree_leaves(reference(**batch))
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-
-def _difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest |difference| of any output, relative to that output's largest |value|; infinite where they differ.
-
-    Values that are no finite numbers must be the same ones.
-    """
-    if len(found) != len(expected):
-        return math.inf
-    worst = 0.0
-    for one, other in zip(found, expected, strict=True):
-        if one.shape != other.shape:
-            return math.inf
-        one, other = one.double(), other.double()
-        finite = other.isfinite()
-        odd, other_odd = (values[~finite].nan_to_num() for values in (one, other))
-        if not torch.equal(one.isfinite(), finite) or not torch.equal(odd, other_odd):
-            return math.inf
-        if bool(finite.any()):
-            scale = float(other[finite].abs().max().clamp_min(torch.finfo(torch.float32).tiny))
-            worst = max(worst, float((one[finite] - other[finite]).abs().max()) / scale)
-    return worst
-
-
 def _first_site(
     chosen: Backend, program: ExportedProgram, batch: Batch, limit: float, options: Mapping[str, Any]
 ) -> str:
@@ -224,10 +167,14 @@ def _first_site(
     if not sites:
         return "the program has no quantized site"
     watched = with_outputs(program, [name for name, _ in sites])
-    found = _run(chosen, _compiled(chosen, watched, batch, options), batch)[-len(sites) :]
-    expected = _outputs(caller(watched), batch)[-len(sites) :]
-    for (_, site), one, other in zip(sites, found, expected, strict=True):
-        difference = _difference([one], [other])
-        if difference > limit:
-            return f"the first site that differs is {site} ({difference:.1e})"
-    return "no quantized site differs, so what does lies behind the last of them"
+    reference = Reference(watched)
+    first = len(reference.run(batch)) - len(sites)
+    found = _run(chosen, _compiled(chosen, watched, batch, options), batch)
+    wrong = reference.wrong(found, limit, strict=False)
+    for index, (_, site) in enumerate(sites, first):
+        if index in wrong:
+            return f"the first site that differs is {site} ({wrong[index]:.1e})"
+    return (
+        "no quantized site differs by more than roundings make, so what does lies behind the last of them; if it is "
+        "small, give a larger tolerance"
+    )

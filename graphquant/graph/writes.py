@@ -1,6 +1,7 @@
 """Storage that nodes share, and tensors that are allocated first and filled in place afterwards."""
 
 import torch
+from torch.export import ExportedProgram
 from torch.fx import Node
 
 from graphquant.graph import ops
@@ -41,3 +42,16 @@ def fills(node: Node) -> list[Node]:
         return []
     members = family(node)
     return sorted(member for member in members if any(writes for writes in shared(member).values()))
+
+
+def written_buffers(program: ExportedProgram) -> list[str]:
+    """The buffers that a program writes to, in place or by its signature."""
+    signature = program.graph_signature
+    named = {**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
+    in_place = [
+        named[source.name]
+        for node in program.graph.nodes
+        for source, writes in shared(node).items()
+        if writes and source.name in named
+    ]
+    return [*signature.buffers_to_mutate.values(), *in_place]

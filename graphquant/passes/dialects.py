@@ -96,11 +96,13 @@ class Decomposed:
     """The pair as quantized_decomposed ops where those are exact, else as ``emit_aten``.
 
     For compilers that take less: ``per_tensor`` is whether the ops of one scale may be used, ``axes`` are the dims
-    along which scales may lie.
+    along which scales may lie; ``scale_dtype`` and ``zero_point_dtype`` are what the ops of several scales are given.
     """
 
     per_tensor: bool = True
     axes: tuple[int, ...] = (1, 2, 3)
+    scale_dtype: torch.dtype = torch.float32
+    zero_point_dtype: torch.dtype = torch.int32
 
     def __call__(
         self, call: CallBuilder, x: Node, planned: Setting, qparams: Qparams | None, names: Names
@@ -122,6 +124,7 @@ class Decomposed:
             if axis is None or axis not in self.axes:
                 return emit_aten(call, x, planned, qparams, names)
             scale, zero_point = (_one_dim(call, _expand(call, node, planned), strategy) for node in qparams[:2])
+            scale, zero_point = _to(call, scale, self.scale_dtype), _to(call, zero_point, self.zero_point_dtype)
             given = (scale, zero_point, axis, *limits)
             quantize, dequantize = decomposed.quantize_per_channel.default, decomposed.dequantize_per_channel.default
         quantized = call(quantize, x, *given, name=names.quantize)

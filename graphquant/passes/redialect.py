@@ -32,8 +32,8 @@ class SiteSetting:
         return cls(record.quantization_args, record.tensor_layout)
 
 
-def redialect(program: ExportedProgram, emit: Emit, *, scale_dtype: torch.dtype = torch.float32) -> ExportedProgram:
-    """The program with every pair said by ``emit``; its scales' constants are of ``scale_dtype``.
+def redialect(program: ExportedProgram, emit: Emit) -> ExportedProgram:
+    """The program with every pair said by ``emit``.
 
     Raises:
         ConvertError: the program was rewritten after ``convert``, and a pair is not where its record says.
@@ -45,7 +45,7 @@ def redialect(program: ExportedProgram, emit: Emit, *, scale_dtype: torch.dtype 
         editor = ProgramEditor(stripped, stripped.state_dict)
         for _, record in found:
             setting, prefix = SiteSetting.of(record), node_name(record.site)
-            qparams = None if setting.args.dynamic else _qparams(editor, places, record.site, scale_dtype)
+            qparams = None if setting.args.dynamic else _qparams(editor, places, record.site)
             x, pair = editor.nodes[record.node], pairs[record.site]
             names = Names(f"{prefix}_quantize", f"{prefix}_dequantize")
             quantized, dequantized = emit(editor.after(x), x, setting, qparams, names)
@@ -104,16 +104,9 @@ def _between(x: Node, dequantize: Node) -> dict[Node, None]:
     return found
 
 
-def _qparams(editor: ProgramEditor, places: dict[str, str], site: str, scale_dtype: torch.dtype) -> Qparams:
-    nodes, values = [], []
-    for name in ("scale", "zero_point"):
-        target = f"{site}_{name}"
-        node, value = editor.nodes[places[target]], editor.state_dict[target]
-        if name == "scale" and value.dtype != scale_dtype:
-            value = value.to(scale_dtype)
-            editor.state_dict[target] = value
-            node.meta["val"] = node.meta["val"].to(scale_dtype)
-        nodes.append(node)
-        values.append(value)
-    literal = (float(values[0]), int(values[1])) if values[0].numel() == 1 else None
-    return Qparams(nodes[0], nodes[1], literal)
+def _qparams(editor: ProgramEditor, places: dict[str, str], site: str) -> Qparams:
+    targets = [f"{site}_{name}" for name in ("scale", "zero_point")]
+    scale, zero_point = (editor.state_dict[target] for target in targets)
+    literal = (float(scale), int(zero_point)) if scale.numel() == 1 else None
+    scale_node, zero_point_node = (editor.nodes[places[target]] for target in targets)
+    return Qparams(scale_node, zero_point_node, literal)

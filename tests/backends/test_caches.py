@@ -6,9 +6,8 @@ import pytest
 import torch
 
 import graphquant as gq
-from graphquant.backends.lowering import _difference, _outputs
 from graphquant.errors import LowerError
-from graphquant.loops import caller
+from tests.backends.agreement import disagreement
 from tests.tiny import tiny_batches, tiny_llama
 
 pytestmark = pytest.mark.slow
@@ -33,7 +32,7 @@ def test_a_cache_of_inputs_and_outputs(name: str) -> None:
     for size in ((1, 1, 1), (3, 7, 2)):
         found = artifact.run(step(*size))
         assert [list(tensor.shape) for tensor in found[1:]] == [[size[0], 2, size[1] + size[2], 8]] * 2
-        assert _difference(found, _outputs(caller(quantized), step(*size))) <= 1e-5
+        assert disagreement(found, quantized, step(*size)) == {}
 
 
 def test_a_program_with_inputs_by_position_and_the_example_it_was_exported_with() -> None:

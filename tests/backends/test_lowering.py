@@ -12,11 +12,10 @@ from torch.export import ExportedProgram
 
 import graphquant as gq
 from graphquant.backends import BACKENDS, backend
-from graphquant.backends.lowering import _difference, _outputs
 from graphquant.backends.table import capability_rows
 from graphquant.errors import BackendMissingError, DataError, LowerError, MismatchError, OutputError, UnsupportedError
-from graphquant.loops import caller
 from graphquant.numerics import STRATEGIES, TensorLayout
+from tests.backends.agreement import disagreement
 from tests.tiny import tiny_llama
 
 SIZES = [(rows, length) for rows in (1, 3) for length in (1, 7, 8, 128)]
@@ -49,15 +48,14 @@ def test_any_size_gives_the_values_of_the_graph(bench: Bench, lowered: Any, name
     artifact, program = lowered(name, form), bench.quantized(form)
     for rows, length in SIZES:
         inputs = batch(rows, length, seed=length)
-        difference = _difference(artifact.run(inputs), _outputs(caller(program), inputs))
-        assert difference <= BACKENDS[name].token_tolerance, (rows, length)
+        assert disagreement(artifact.run(inputs), program, inputs) == {}, (rows, length)
 
 
 @pytest.mark.parametrize(("name", "form"), LOWERED)
 def test_the_summary_is_true(lowered: Any, name: str, form: str) -> None:
     summary = lowered(name, form).summary()
     assert (summary.backend, summary.pairs, summary.integer_kernels) == (name, 12, 0)
-    assert summary.dedicated == (6 if name == "onnxruntime" and "fp8" not in form else 0)
+    assert summary.dedicated == (6 if name in ("onnxruntime", "executorch") and "fp8" not in form else 0)
     assert "nothing here runs in int8: the pairs round values, and every product is in floating point" in str(summary)
     assert summary.to_dict()["arithmetic"] == 12 - summary.dedicated
 
@@ -74,7 +72,7 @@ def test_a_saved_artifact_runs_in_a_process_without_graphquant(lowered: Any, nam
         f"torch.save(torch.as_tensor(out), {str(tmp_path / 'out.pt')!r})\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
-    assert _difference([torch.load(tmp_path / "out.pt")], artifact.run(inputs)) <= 1e-6
+    torch.testing.assert_close(torch.load(tmp_path / "out.pt"), artifact.run(inputs)[0])
     with pytest.raises(OutputError, match=r"expected a name that ends in|there is no directory"):
         artifact.save(tmp_path / "none" / "model.txt")
 
@@ -161,19 +159,3 @@ def test_a_missing_package_names_the_extra(bench: Bench, monkeypatch: pytest.Mon
     with pytest.raises(BackendMissingError, match=message):
         gq.lower(bench.program, "iree")
     assert backend("inductor").missing() == []
-
-
-def test_a_difference_is_of_the_largest_value_and_knows_what_is_no_number() -> None:
-    nan, inf = float("nan"), float("inf")
-    cases: list[tuple[list[float], list[float], float]] = [
-        ([1.0, 2.0], [1.0, 4.0], 0.5),
-        ([0.0, 1.0], [nan, 1.0], inf),
-        ([nan, 1.0], [nan, 1.0], 0.0),
-        ([-inf, 1.0], [-inf, 1.0], 0.0),
-        ([-inf, 1.0], [inf, 1.0], inf),
-        ([], [], 0.0),
-    ]
-    for found, expected, difference in cases:
-        assert _difference([torch.tensor(found)], [torch.tensor(expected)]) == difference
-    assert _difference([torch.tensor([True])], [torch.tensor([True])]) == 0.0
-    assert _difference([torch.zeros(1)], [torch.zeros(2)]) == inf

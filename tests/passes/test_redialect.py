@@ -60,11 +60,16 @@ def test_ops_that_a_compiler_does_not_take_are_arithmetic(one_layer: ExportedPro
 
 
 def test_scales_in_double(one_layer: ExportedProgram) -> None:
-    quantized = gq.convert(calibrated(one_layer, config("states", args("attn_head"))))
-    spoken = redialect(quantized, DIALECTS["pt2e"], scale_dtype=torch.float64)
-    key = next(record.site for _, record in records(spoken))
-    assert spoken.state_dict[f"{key}_scale"].dtype == torch.float64
-    assert quantized.state_dict[f"{key}_scale"].dtype == torch.float32
+    quantized = gq.convert(calibrated(one_layer, MIXES["int"]))
+    double = Decomposed(per_tensor=False, scale_dtype=torch.float64, zero_point_dtype=torch.int64)
+    spoken = redialect(quantized, double)
+    given = {
+        tuple(value.meta["val"].dtype for value in node.args[1:3])
+        for node in spoken.graph.nodes
+        if "quantize_per_channel" in str(node.target)
+    }
+    assert given == {(torch.float64, torch.int64)}
+    torch.testing.assert_close(run(spoken, BATCH), run(quantized, BATCH), rtol=1e-3, atol=1e-5)
 
 
 def test_a_float_program_stays_as_it_is(one_layer: ExportedProgram) -> None:
