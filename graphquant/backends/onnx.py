@@ -54,7 +54,7 @@ class OnnxRuntime(Backend):
     @property
     def dialect(self) -> Emit:
         """How pairs are said to this backend."""
-        return Decomposed(per_tensor=False)
+        return Decomposed(per_tensor=False, inputs=(torch.float32, torch.float16))
 
     def capability(self, args: QuantizationArgs, layout: TensorLayout) -> Capability:
         """Every setting; a per-token scale is ReduceMax, Div and Where."""

@@ -8,7 +8,7 @@ int, one scale                        ``quantize_per_tensor``, scale and zero po
 int, scales along one dim             ``quantize_per_channel``
 int, scales of a group of channels    ``quantize_per_channel``, the scales spread over channels
 int, scales over [H, D]; token; fp8   arithmetic (one axis only; its own formula; rounds to integers)
-any, of a float64 tensor              arithmetic (not taken)
+any, of a float64 or float16 tensor   arithmetic (not taken; Inductor's lowering takes no float16)
 ====================================  ==========================================================
 
 Both compute what ``numerics.affine`` computes, operation for operation.
@@ -30,7 +30,6 @@ from graphquant.passes.editor import CallBuilder
 
 aten = torch.ops.aten
 decomposed = torch.ops.quantized_decomposed
-_DECOMPOSED_INPUTS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Setting(Protocol):
@@ -96,11 +95,13 @@ class Decomposed:
     """The pair as quantized_decomposed ops where those are exact, else as ``emit_aten``.
 
     For compilers that take less: ``per_tensor`` is whether the ops of one scale may be used, ``axes`` are the dims
-    along which scales may lie; ``scale_dtype`` and ``zero_point_dtype`` are what the ops of several scales are given.
+    along which scales may lie, ``inputs`` the dtypes of what is quantized; ``scale_dtype`` and ``zero_point_dtype``
+    are what the ops of several scales are given.
     """
 
     per_tensor: bool = True
     axes: tuple[int, ...] = (1, 2, 3)
+    inputs: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
     scale_dtype: torch.dtype = torch.float32
     zero_point_dtype: torch.dtype = torch.int32
 
@@ -110,7 +111,7 @@ class Decomposed:
         """Emit the pair."""
         dtype, strategy = planned.args.dtype, planned.args.strategy
         value = x.meta["val"]
-        if qparams is None or dtype.is_float or value.dtype not in _DECOMPOSED_INPUTS:
+        if qparams is None or dtype.is_float or value.dtype not in self.inputs:
             return emit_aten(call, x, planned, qparams, names)
         limits = (int(dtype.qmin), int(dtype.qmax), dtype.storage)
         out = {} if value.dtype == torch.float32 else {"out_dtype": value.dtype}

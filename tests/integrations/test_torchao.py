@@ -50,22 +50,47 @@ def test_it_quantizes_as_our_own_path_does(one_layer: ExportedProgram, mix: str)
     assert not torch.equal(expected, original)
 
 
-def test_it_composes_with_a_quantizer_of_linears(one_layer: ExportedProgram) -> None:
-    linears = x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config())
-    alone = through_pt2e(one_layer, linears)
-    composed = through_pt2e(one_layer, ComposableQuantizer([AttentionQuantizer(MIXES["states"]), linears]))
-    count = [sum("dequantize_per" in str(node.target) for node in module.graph.nodes) for module in (alone, composed)]
-    assert count[1] >= count[0] + 3
+def of_linears(name: str) -> object:
+    """A quantizer of weights and inputs of linears, int8."""
+    if name == "x86":
+        return x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config())
+    module = pytest.importorskip("executorch.backends.xnnpack.quantizer.xnnpack_quantizer")
+    quantizer = module.XNNPACKQuantizer().set_global(module.get_symmetric_quantization_config(is_per_channel=True))
+    # It would turn integer scalars into float tensors, and the positions of the mask with them: no index any more.
+    quantizer.transform_for_annotation = lambda model: model
+    return quantizer
+
+
+@pytest.mark.parametrize("name", ["x86", "xnnpack"])
+def test_it_composes_with_a_quantizer_of_linears(one_layer: ExportedProgram, name: str) -> None:
+    """The sites have our path's scales, and are quantized on top of what the other one does."""
+    scheme = MIXES["states"]
+    alone = through_pt2e(one_layer, of_linears(name))
+    composed = through_pt2e(one_layer, ComposableQuantizer([AttentionQuantizer(scheme), of_linears(name)]))
+    counts = [sum("dequantize_per" in str(node.target) for node in module.graph.nodes) for module in (alone, composed)]
+    assert counts[1] > counts[0] > 0  # XNNPACK shares the scales of views among them: ours come in their place
+    ours = gq.convert(calibrated(one_layer, scheme, BATCHES))
+    scales = [value for key, value in ours.state_dict.items() if key.endswith("key_states_scale")]
+    theirs = [value.flatten() for value in _scales(composed) if value.numel() == scales[0].numel()]
+    assert any(torch.allclose(value, scales[0].flatten(), rtol=1e-4) for value in theirs)
     batch = tiny_batch(2, 9, seed=4)
     with torch.no_grad():
-        assert composed(**batch).isfinite().all()
+        found, both_off, linears_only = composed(**batch), one_layer.module()(**batch), alone(**batch)
+    assert not torch.equal(found, linears_only)
+    assert (found - both_off).abs().max() < 0.1 * both_off.abs().max()
+
+
+def _scales(module: torch.fx.GraphModule) -> list[Tensor]:
+    """The scales along one dim that its per-channel ops are given."""
+    return [
+        torch.as_tensor(getattr(module, str(node.args[1].target)))
+        for node in module.graph.nodes
+        if "quantize_per_channel" in str(node.target) and node.args[1].op == "get_attr"
+    ]
 
 
 def test_a_projection_keeps_its_own_quantizer(one_layer: ExportedProgram) -> None:
     """Its output is a site of ours, its weight and input are theirs."""
-
-    def linears() -> object:
-        return x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config())
 
     def quantized_weights(module: torch.fx.GraphModule) -> int:
         return sum(
@@ -74,7 +99,9 @@ def test_a_projection_keeps_its_own_quantizer(one_layer: ExportedProgram) -> Non
         )
 
     ours = AttentionQuantizer(MIXES["both"])
-    alone, composed = (through_pt2e(one_layer, q) for q in (linears(), ComposableQuantizer([ours, linears()])))
+    alone, composed = (
+        through_pt2e(one_layer, q) for q in (of_linears("x86"), ComposableQuantizer([ours, of_linears("x86")]))
+    )
     assert quantized_weights(composed) == quantized_weights(alone) == 8
 
 
