@@ -18,18 +18,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import graphquant as gq
 from graphquant.backends import BACKENDS, Lowered
+from graphquant.backends.table import FORMATS, setting
 from graphquant.errors import UnsupportedError
 from graphquant.numerics import STRATEGIES, TensorLayout
 
-FORMATS: dict[str, dict[str, object]] = {
-    "int8 sym": {},
-    "int8 asym": {"symmetric": False},
-    "int4 sym": {"num_bits": 4},
-    "int4 asym": {"num_bits": 4, "symmetric": False},
-    "uint8 asym": {"type": "uint", "symmetric": False},
-    "fp8 e4m3": {"type": "float"},
-    "fp8 e5m2": {"type": "float", "float_format": "e5m2"},
-}
 LAYERS, LETTERS = 2, "qkv"
 
 
@@ -58,12 +50,6 @@ def batch(rows: int, length: int, seed: int = 0, *, calibrates: bool = False) ->
     mask = torch.ones_like(ids)
     mask[-1, length - length // 4 :] = 0
     return {"input_ids": ids, "attention_mask": mask}
-
-
-def setting(strategy: str, form: str) -> gq.QuantizationArgs:
-    """A strategy in a number format; groups of 4 channels."""
-    group = {"group_size": 4} if strategy == "group" else {}
-    return gq.QuantizationArgs.from_dict({"strategy": strategy, **group, **FORMATS[form]})
 
 
 def configuration(form: str, left_out: tuple[str, ...] = ()) -> gq.QuantizationConfig:

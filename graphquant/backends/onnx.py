@@ -26,7 +26,7 @@ EXTERNAL_FROM = 1_500_000_000
 _EXTERNAL_ABOVE = 1024
 """Bytes of a tensor from which it goes there; smaller ones stay where shape inference sees them."""
 _DIMS = ("batch", "sequence")
-_FOUR_BITS = {(-8, 7): "int4", (0, 15): "uint4"}
+_RANGES = {(-8, 7): "INT4", (0, 15): "UINT4", (-128, 127): "INT8", (0, 255): "UINT8"}
 _INTEGER_OPS = (
     "MatMulInteger",
     "QLinearMatMul",
@@ -71,7 +71,7 @@ class OnnxRuntime(Backend):
         assert exported is not None
         model = exported.model
         _name_dims(model, program)
-        _four_bit_types(model)
+        _own_types(model)
         return _Session(model, inputs, sum(1 for _ in records(program)))
 
 
@@ -94,8 +94,8 @@ def _name_dims(model: Any, program: ExportedProgram) -> None:
             value.shape = ir.Shape([named(dim) for dim in value.shape])
 
 
-def _four_bit_types(model: Any) -> None:
-    """Pairs of 4 bits as ONNX's own 4-bit types, in place of 8-bit ones with a Clip between the two ops."""
+def _own_types(model: Any) -> None:
+    """Pairs of whole types, 4 bits or 8, as ONNX says them: without the Clip that stands between the two ops."""
     import onnx_ir as ir
     from onnx_ir.passes.common import RemoveUnusedNodesPass
 
@@ -105,16 +105,14 @@ def _four_bit_types(model: Any) -> None:
             continue
         limits = tuple(int(value.const_value.numpy()) for value in clips[0].inputs[1:])
         codes, readers = clips[0].outputs[0], list(clips[0].outputs[0].consumers())
-        if limits not in _FOUR_BITS or any(node.op_type != "DequantizeLinear" for node in readers):
+        if limits not in _RANGES or any(node.op_type != "DequantizeLinear" for node in readers):
             continue
-        dtype = ir.DataType[_FOUR_BITS[limits].upper()]
-        old = quantize.inputs[2]
+        dtype, old = ir.DataType[_RANGES[limits]], quantize.inputs[2]
         values = old.const_value.numpy().astype(dtype.numpy())
-        zero_point = ir.val(f"{old.name}_{_FOUR_BITS[limits]}", const_value=ir.tensor(values, dtype))
+        zero_point = ir.val(f"{old.name}_{dtype.name.lower()}", const_value=ir.tensor(values, dtype))
         zero_point = model.graph.initializers.setdefault(zero_point.name, zero_point)
-        quantize.replace_input_with(2, zero_point)
-        for reader in readers:
-            reader.replace_input_with(2, zero_point)
+        for node in (quantize, *readers):
+            node.replace_input_with(2, zero_point)
         codes.replace_all_uses_with(quantize.outputs[0])
         quantize.outputs[0].dtype = dtype
         model.graph.remove(clips[0], safe=True)

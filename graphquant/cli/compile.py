@@ -32,6 +32,15 @@ MaxSize = Annotated[
     int | None,
     typer.Option(metavar="N", min=1, help="Largest size to plan memory for (executorch).", show_default=False),
 ]
+Tolerance = Annotated[
+    float | None,
+    typer.Option(
+        metavar="X",
+        min=0,
+        help="Largest |difference| allowed, relative to the largest |output|.",
+        show_default="the backend's, or what roundings make of the program",
+    ),
+]
 Check = Annotated[bool, typer.Option("--check/--no-check", help="Run it beside the program, and compare.")]
 
 
@@ -41,6 +50,7 @@ def compile(
     backend: BackendName,
     output: Output = None,
     check: Check = True,
+    tolerance: Tolerance = None,
     timeout: Timeout = None,
     max_batch: MaxSize = None,
     max_sequence: MaxSize = None,
@@ -60,7 +70,7 @@ def compile(
     checking = " and checking" if check else ""
     with console.working(f"compiling{checking} with {chosen.name}"), _limited(timeout):
         given = {name: value for name, value in options.items() if value is not None}
-        lowered = lower(program, chosen.name, check=check, **given)
+        lowered = lower(program, chosen.name, check=check, tolerance=tolerance, **given)
     seconds = time.perf_counter() - start
     with console.working(f"saving {output}"):
         lowered.save(output)
