@@ -33,6 +33,8 @@ def read_text(path: str | os.PathLike[str], *, field: str = "text") -> str:
         DataError: the file is missing, empty, not UTF-8, of another kind, or a line of it has no such text.
     """
     path = Path(path)
+    if path.is_dir():
+        raise DataError(f"{path} is a folder: expected a .txt or .jsonl file")
     if path.suffix.lower() not in (".txt", ".jsonl"):
         raise DataError(
             f"{path} ends in {path.suffix!r}: expected a .txt file, or a .jsonl file with one object a line"

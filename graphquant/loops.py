@@ -153,3 +153,11 @@ def runnable(program: ExportedProgram) -> GraphModule:
             if buffer is not None:
                 part._buffers[name] = buffer.detach().clone()
     return module
+
+
+def vocabulary_of(program: ExportedProgram) -> int | None:
+    """The last dim of the logits ``[B, S, V]``; None where the program's first output is no such tensor."""
+    name = program.graph_signature.user_outputs[0]
+    value = next((node.meta.get("val") for node in program.graph.nodes if node.name == name), None)
+    size = value.shape[-1] if isinstance(value, Tensor) and value.dim() == 3 else None
+    return size if isinstance(size, int) else None

@@ -12,7 +12,7 @@ from graphquant.backends.checking import Reference
 from graphquant.backends.registry import backend as backend_of
 from graphquant.errors import DataError, LowerError, MismatchError, UnsupportedError
 from graphquant.graph.writes import written_buffers
-from graphquant.loops import shapes_of
+from graphquant.loops import shapes_of, vocabulary_of
 from graphquant.passes.redialect import SiteSetting, redialect
 from graphquant.passes.watching import with_outputs
 from graphquant.records import records
@@ -120,20 +120,12 @@ def _examples(program: ExportedProgram, given: Sequence[Batch] | None, options: 
         args, kwargs = program.example_inputs
         return [dict(zip(names, args, strict=False)) | dict(kwargs)]
     generator = torch.Generator().manual_seed(0)
-    vocabulary, batches = _vocabulary(program), []
+    vocabulary, batches = vocabulary_of(program) or 2, []
     for size in CHECKED:
         rows, length = (min(n, options.get(key, n)) for n, key in zip(size, ("max_batch", "max_sequence"), strict=True))
         ids = torch.randint(vocabulary // 2, vocabulary, (rows, length), generator=generator)
         batches.append({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
     return batches
-
-
-def _vocabulary(program: ExportedProgram) -> int:
-    """The last dim of the logits."""
-    name = program.graph_signature.user_outputs[0]
-    value = next((node.meta.get("val") for node in program.graph.nodes if node.name == name), None)
-    size = value.shape[-1] if isinstance(value, Tensor) else None
-    return size if isinstance(size, int) else 2
 
 
 def _compiled(chosen: Backend, program: ExportedProgram, example: Batch, options: Mapping[str, Any]) -> Lowered:

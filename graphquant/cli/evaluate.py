@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from graphquant.cli.console import Console, print_json
-from graphquant.cli.inputs import Source, Texts, batches_of, load_program, text_inputs
+from graphquant.cli.inputs import Source, Texts, batches_of, check_same_model, load_program, text_inputs
 from graphquant.cli.options import (
     BatchSize,
     Data,
@@ -48,7 +48,10 @@ def evaluate(
         text_inputs(program, name)
     source = Source.load(model, tokenizer, dtype, console)
     _, rows = source.rows(texts)
-    models = {"original": source.program(console), **programs}
+    original = source.program(console)
+    for name, program in programs.items():
+        check_same_model(original, program, name)
+    models = {"original": original, **programs}
     batches = batches_of(rows, batch_size, models)
     console.stage(f"evaluating on {len(rows)} rows of {length} tokens …")
     result = evaluate_models(models, batches, progress=console.progress)

@@ -18,6 +18,7 @@ from graphquant.config.reading import located
 from graphquant.data import batches, read_text, split_rows, token_rows, topics_text
 from graphquant.errors import ConfigError, DataError, ModelError
 from graphquant.graph import find_attention
+from graphquant.loops import vocabulary_of
 from graphquant.models import check_finite_weights, load_model, load_tokenizer
 from graphquant.models.weights import failing_as
 from graphquant.plan.plan import require_attention
@@ -178,7 +179,7 @@ def batches_of(rows: Tensor, batch_size: int, programs: Mapping[str, ExportedPro
     for name, program in programs.items():
         if taken[name] != inputs:
             raise DataError(f"{name} takes {', '.join(sorted(taken[name]))}, and {first} {', '.join(sorted(inputs))}")
-        vocabulary = _vocabulary(program)
+        vocabulary = vocabulary_of(program)
         if vocabulary is not None and int(rows.max()) >= vocabulary:
             raise DataError(
                 f"the text has token {int(rows.max())}, and {name} a vocabulary of {vocabulary}: the tokenizer is "
@@ -187,9 +188,21 @@ def batches_of(rows: Tensor, batch_size: int, programs: Mapping[str, ExportedPro
     return [{name: batch[name] for name in batch if name in inputs} for batch in batches(rows, batch_size)]
 
 
-def _vocabulary(program: ExportedProgram) -> int | None:
-    """The last dim of the logits ``[B, S, V]``, None where the program's first output is no such tensor."""
-    name = program.graph_signature.user_outputs[0]
-    value = next((node.meta.get("val") for node in program.graph.nodes if node.name == name), None)
-    size = value.shape[-1] if isinstance(value, Tensor) and value.dim() == 3 else None
-    return size if isinstance(size, int) else None
+def check_same_model(original: ExportedProgram, program: ExportedProgram, name: str) -> None:
+    """Refuse a program whose weights are not those of the original: it would seem badly quantized.
+
+    Weights are compared in the program's dtype, by name; what the original does not have is not compared.
+
+    Raises:
+        ModelError: naming the first weight that differs.
+    """
+    weights = dict(original.named_parameters())
+    for key, value in program.named_parameters():
+        other = weights.get(key)
+        if other is None:
+            continue
+        if other.shape != value.shape or not torch.equal(other.to(value.dtype), value):
+            raise ModelError(
+                f"{name} was made from another model: its {key} is not the one of the model it is compared with; give "
+                "the model that it was made from"
+            )

@@ -104,8 +104,18 @@ def test_text_that_cannot_be_used(workspace: Workspace, here: Path) -> None:
     assert "8 calibration and 8 evaluation rows" in error_of(*with_text(workspace, here / "few.txt", "--length", 8))
     assert error_of(*with_text(workspace, here / "text.csv")).endswith("one object a line")
     assert "No such file" in error_of(*with_text(workspace, here / "none.txt"))
+    assert error_of(*with_text(workspace, here)).endswith("is a folder: expected a .txt or .jsonl file")
     untold = error_of("quantize", workspace.captured, "--preset", "int8-kv-tensor", "--output", "out.pt2")
     assert untold == "captured is a saved program, which has no tokenizer: name its model with --tokenizer"
+
+
+def test_a_program_of_another_model(workspace: Workspace, here: Path) -> None:
+    """Its predictions are other ones, which would read as bad quantization."""
+    torch.export.save(capture(tiny_llama(vocab_size=11)), here / "other.pt2")
+    arguments = ("--tokenizer", workspace.model, *workspace.data)
+    for first, second, name in ((workspace.captured, "other.pt2", "other"), ("other.pt2", workspace.quantized, "int8")):
+        message = error_of("evaluate", first, second, *arguments)
+        assert message.startswith(f"{name} was made from another model: its model.embed_tokens.weight is not the one")
 
 
 def test_a_tokenizer_of_another_model(workspace: Workspace, here: Path) -> None:
