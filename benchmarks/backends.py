@@ -2,9 +2,10 @@
 
     python benchmarks/backends.py --backend onnxruntime --backend openvino [--layers 30] [--repeats 10] [--json]
 
-Each program has a process of its own, whose peak of memory is thereby the program's alone: it loads the model,
-captures, calibrates, converts, lowers and runs. The processes lower one after the other, then all live, and are timed
-in turn; latency is the median of those, as a ratio to the same backend's float program.
+Each program has a process of its own, which loads the model, captures, calibrates, converts ("before lowering" is its
+peak of memory by then), lowers and runs; the memory of compilers that it starts is not in its peak. The processes lower
+one after the other, then all live, and are timed in turn; latency is the median of those, as a ratio to the same
+backend's float program.
 """
 
 import argparse
@@ -102,7 +103,7 @@ def measure(backend: str, layers: int, repeats: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Print the figures, one process a backend."""
+    """Print the figures, backend by backend."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", action="append", choices=BACKENDS, help="measure this one; may be given again")
     parser.add_argument("--layers", type=int, default=30)

@@ -2,6 +2,7 @@
 
 python examples/backend_table.py                              prints the table (about 30 minutes on 2 cores)
 python examples/backend_table.py --backend onnxruntime        checks one backend
+python examples/backend_table.py --rows "int8 sym"            checks one number format
 python examples/backend_table.py --write docs/backends.md     puts the table between the file's markers
 """
 
@@ -111,11 +112,11 @@ def _takes(backend: str, strategy: str, form: str) -> bool:
     return BACKENDS[backend].capability(setting(strategy, form), TensorLayout("states", 2, 8)).works
 
 
-def rows(names: list[str]) -> Iterator[list[str]]:
+def rows(names: list[str], forms: list[str]) -> Iterator[list[str]]:
     """The table line by line."""
     bench = Bench()
-    with tqdm(total=len(names) * len(FORMATS), desc="lowerings", unit="lowering") as bar:
-        for form in FORMATS:
+    with tqdm(total=len(names) * len(forms), desc="lowerings", unit="lowering") as bar:
+        for form in forms:
             line = [form]
             for name in names:
                 line.append(cell(bench, name, form))
@@ -128,11 +129,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", type=Path, metavar="FILE", help=WRITE_HELP)
     parser.add_argument("--backend", action="append", choices=BACKENDS, help="check this one; may be given again")
+    parser.add_argument("--rows", action="append", choices=FORMATS, help="check this format; may be given again")
     options = parser.parse_args()
     if options.write is not None and not has_markers(options.write):
         parser.error(f"{options.write} has no line {BEGIN}")
     names = options.backend or list(BACKENDS)
-    table = tabulate(rows(names), headers=["all six strategies, 12 tensors, in", *names], tablefmt="github")
+    table = tabulate(
+        rows(names, options.rows or list(FORMATS)),
+        headers=["all six strategies, 12 tensors, in", *names],
+        tablefmt="github",
+    )
     print(table)
     if options.write is not None:
         put_between_markers(options.write, table)

@@ -88,3 +88,8 @@ class ModelError(GraphQuantError):
 
 class OutputError(GraphQuantError):
     """A file cannot be written or read."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text that says anything: torch and compilers raise pages."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")

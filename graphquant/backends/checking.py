@@ -3,7 +3,7 @@
 Two compilers add in different orders, so a value that lies next to a rounding tie goes a step up in one and a step down
 in the other, and a deep model carries such steps on: the outputs of two right compilers then differ by far more than a
 float's rounding. How far is a property of the program, and is measured on it: the program is run with noise of a
-rounding's size on every product, and an artifact may be as far off as that.
+rounding's size on every product and every sum, and an artifact may be as far off as that.
 """
 
 import math
@@ -19,14 +19,18 @@ from graphquant.backends.base import Batch, Inputs
 from graphquant.graph.writes import written_buffers
 from graphquant.loops import caller, runnable, running
 
-NOISE = 8
-"""Roundings of its dtype by which noise moves a product: more than a sum of another order does, so that what is
-measured is no less than what is to be expected."""
+NOISE, NOISE_OF_HALVES = 8.0, 1.0
+"""Roundings of its dtype by which noise moves a value. Of float32 more than a sum of another order does, so that what
+is measured is rarely less than what is to be expected; of half precision as much, for more would drown every pair."""
 RUNS = 3
-FACTOR = 2.0
-"""How many times the measured effect (root mean square, the largest of the runs) an artifact may be off."""
-_PRODUCTS = frozenset(
-    ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "softmax", "_softmax", "convolution", "conv1d")
+FACTOR = 1.5
+"""How many times the measured effect an artifact may be off."""
+_MOVED = frozenset(
+    (
+        *("linear", "matmul", "mm", "bmm", "mv", "dot", "addmm", "baddbmm", "addmv", "einsum", "_grouped_mm"),
+        *("softmax", "_softmax", "sum", "mean", "rms_norm", "layer_norm", "native_layer_norm"),
+        *("convolution", "conv1d", "conv2d", "conv3d"),
+    )
 )
 _ATTENTION = "scaled_dot_product"
 
@@ -47,7 +51,7 @@ class Reference:
         return self.outputs
 
     def carried(self) -> list[float]:
-        """For each output of the last batch, how far roundings alone move it, relative to its root mean square."""
+        """For each output of the last batch, how far roundings alone move it, as ``rms_difference``."""
         names = Inputs.of(self._program).names
         worst = [0.0] * len(self.outputs)
         for seed in range(RUNS):
@@ -58,26 +62,41 @@ class Reference:
                 with torch.no_grad():
                     outputs = _tensors(noisy.run(*leaves, enable_io_processing=False))
             moved = map(rms_difference, outputs, self.outputs)
-            worst = [max(pair) for pair in zip(worst, moved, strict=True)]
+            # Where noise alone makes a number an infinity, nothing is measured, and nothing is allowed for it.
+            worst = [max(old, new) if math.isfinite(new) else old for old, new in zip(worst, moved, strict=True)]
         return worst
 
-    def wrong(self, found: Sequence[Tensor], limit: float, *, strict: bool) -> dict[int, float]:
-        """Which outputs of the last batch differ, and by how much of the largest |value|.
+    def wrong(self, found: Sequence[Tensor], limit: float, *, strict: bool) -> dict[int, str]:
+        """Which outputs of the last batch differ, each in words.
 
-        Those within ``limit`` do not; nor, unless ``strict``, those that roundings alone move as far.
+        Those within ``limit`` of the largest |value| do not; nor, unless ``strict``, those that roundings alone move as
+        far.
         """
         if len(found) != len(self.outputs):
-            return {0: math.inf}
+            return {0: f"it has {len(found)} outputs, and the program {len(self.outputs)}"}
         pairs = list(zip(found, self.outputs, strict=True))
-        far = {index: worst for index, pair in enumerate(pairs) if (worst := difference(*pair)) > limit}
+        odd = {index: unlike for index, pair in enumerate(pairs) if (unlike := _unlike(*pair))}
+        far = {
+            index: f"{worst:.1e} of the largest output, where {limit:.0e} is allowed"
+            for index, pair in enumerate(pairs)
+            if index not in odd and (worst := difference(*pair)) > limit
+        }
         if not far or strict:
-            return far
+            return odd | far
         carried = self.carried()
-        return {index: worst for index, worst in far.items() if rms_difference(*pairs[index]) > FACTOR * carried[index]}
+        for index, words in list(far.items()):
+            moved = rms_difference(*pairs[index])
+            if moved <= FACTOR * carried[index]:
+                del far[index]
+            else:
+                far[index] = (
+                    f"{words}; {moved:.1e} in root mean square, where roundings alone make {carried[index]:.1e}"
+                )
+        return odd | far
 
 
 class _Noisy(Interpreter):
-    """Runs a program with noise of a rounding's size on every product."""
+    """Runs a program with noise of a rounding's size on every product and sum."""
 
     def __init__(self, module: torch.fx.GraphModule, seed: int) -> None:
         super().__init__(module)
@@ -85,17 +104,26 @@ class _Noisy(Interpreter):
 
     def run_node(self, n: Node) -> Any:
         value = super().run_node(n)
-        if not isinstance(value, Tensor) or not value.is_floating_point() or not _is_product(n):
+        if not _is_moved(n):
             return value
-        size = NOISE * torch.finfo(value.dtype).eps
-        noise = torch.randn(value.shape, generator=self._generator)
-        wide = value.float()
-        return (wide + size * noise * (wide.abs() + wide.square().nanmean().sqrt())).to(value.dtype)
+        if isinstance(value, tuple):  # the first is what attention gives, the others are for its gradient
+            return (self._moved(value[0]), *value[1:])
+        return self._moved(value)
+
+    def _moved(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        limits, wide = torch.finfo(value.dtype), value.double()
+        roundings = NOISE if limits.bits >= 32 else NOISE_OF_HALVES
+        noise = torch.randn(value.shape, generator=self._generator, dtype=torch.float64)
+        level = wide[wide.isfinite()].square().mean().sqrt() if value.numel() else 0.0
+        moved = wide + roundings * limits.eps * noise * (wide.abs() + level) / 2
+        return torch.where(wide.isfinite(), moved.clamp(limits.min, limits.max), wide).to(value.dtype)
 
 
-def _is_product(node: Node) -> bool:
+def _is_moved(node: Node) -> bool:
     name = str(getattr(node.target, "__name__", "")).partition(".")[0]
-    return node.op == "call_function" and (name in _PRODUCTS or _ATTENTION in name)
+    return node.op == "call_function" and (name in _MOVED or _ATTENTION in name)
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -103,36 +131,40 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
-    """The largest |difference|, relative to the largest |value|; infinite where shape or what is no number differ."""
-    compared = _finite(found, expected)
-    if compared is None:
+    """The largest |difference|, relative to the largest |value|; infinite where the two are unlike."""
+    if _unlike(found, expected):
         return math.inf
-    one, other = compared
-    if not other.numel():
-        return 0.0
-    scale = float(other.abs().max().clamp_min(torch.finfo(torch.float32).tiny))
-    return float((one - other).abs().max()) / scale
+    one, other = _finite(found, expected)
+    largest = other.abs().max().clamp_min(torch.finfo(torch.float32).tiny) if other.numel() else torch.ones(())
+    return float((one - other).abs().max() / largest) if other.numel() else 0.0
 
 
 def rms_difference(found: Tensor, expected: Tensor) -> float:
-    """The root mean square of the difference, relative to that of the values; infinite as in ``difference``."""
-    compared = _finite(found, expected)
-    if compared is None:
+    """The root mean square of the difference at the worst position (all dims but the last), relative to that of all
+    values; infinite where the two are unlike.
+    """
+    if _unlike(found, expected):
         return math.inf
-    one, other = compared
-    if not other.numel():
+    if not expected.numel():
         return 0.0
-    scale = float(other.square().mean().sqrt().clamp_min(torch.finfo(torch.float32).tiny))
-    return float((one - other).square().mean().sqrt()) / scale
+    finite = expected.isfinite()
+    one, other = (torch.where(finite, value.double(), 0.0) for value in (found, expected))
+    scale = other.square().mean().sqrt().clamp_min(torch.finfo(torch.float32).tiny)
+    return float((one - other).square().mean(-1).sqrt().max() / scale)
 
 
-def _finite(found: Tensor, expected: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Both in double where they are finite, or None where they have other shapes, or other values that are not."""
+def _unlike(found: Tensor, expected: Tensor) -> str:
+    """In what two tensors are not even alike, or nothing."""
     if found.shape != expected.shape:
-        return None
-    one, other = found.double(), expected.double()
-    finite = other.isfinite()
-    odd, other_odd = (values[~finite].nan_to_num() for values in (one, other))
-    if not torch.equal(one.isfinite(), finite) or not torch.equal(odd, other_odd):
-        return None
-    return one[finite], other[finite]
+        return f"it has shape {list(found.shape)}, and the program's {list(expected.shape)}"
+    if found.is_floating_point() and found.dtype != expected.dtype:
+        return f"it is {found.dtype}, and the program's {expected.dtype}".replace("torch.", "")
+    odd = [values.double()[~expected.isfinite()].nan_to_num() for values in (found, expected)]
+    if not torch.equal(found.isfinite(), expected.isfinite()) or not torch.equal(*odd):
+        return "it has NaN or Inf where the program has none, or none where it has"
+    return ""
+
+
+def _finite(found: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
+    finite = expected.isfinite()
+    return found.double()[finite], expected.double()[finite]

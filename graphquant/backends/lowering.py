@@ -10,7 +10,7 @@ from torch.export import ExportedProgram
 from graphquant.backends.base import Backend, Batch, Inputs, Lowered
 from graphquant.backends.checking import Reference
 from graphquant.backends.registry import backend as backend_of
-from graphquant.errors import DataError, LowerError, MismatchError, UnsupportedError
+from graphquant.errors import DataError, LowerError, MismatchError, UnsupportedError, first_line
 from graphquant.graph.writes import written_buffers
 from graphquant.loops import shapes_of, vocabulary_of
 from graphquant.passes.redialect import SiteSetting, redialect
@@ -57,20 +57,30 @@ def lower(
     spoken = redialect(program, chosen.dialect)
     lowered = _compiled(chosen, spoken, batches[0], options)
     if check:
-        limit = chosen.tolerance if tolerance is None else tolerance
-        reference = Reference(spoken)
-        for batch in batches:
-            reference.run(batch)
-            found = _run(chosen, lowered, batch)
-            wrong = reference.wrong(found, limit, strict=tolerance is not None)
-            if wrong:
-                site = _first_site(chosen, spoken, batch, limit, options)
-                raise MismatchError(
-                    f"backend {chosen.name!r} computes something else: {max(wrong.values()):.1e} of the largest "
-                    f"output, where {limit:.0e} is allowed, on {shapes_of(batch)}; {site}"
-                )
-        lowered.reset()
+        _check(chosen, spoken, lowered, batches, tolerance, options)
     return lowered
+
+
+def _check(
+    chosen: Backend,
+    program: ExportedProgram,
+    lowered: Lowered,
+    batches: Sequence[Batch],
+    tolerance: float | None,
+    options: Mapping[str, Any],
+) -> None:
+    limit, strict = chosen.tolerance if tolerance is None else tolerance, tolerance is not None
+    reference = Reference(program)
+    for index, batch in enumerate(batches):
+        reference.run(batch)
+        wrong = reference.wrong(_run(chosen, lowered, batch), limit, strict=strict)
+        if wrong:
+            site = _first_site(chosen, program, batches[: index + 1], limit, strict, options)
+            raise MismatchError(
+                f"backend {chosen.name!r} computes something else on {shapes_of(batch)}: {next(iter(wrong.values()))}"
+                f"; {site}"
+            )
+    lowered.reset()
 
 
 def refuse(program: ExportedProgram, chosen: Backend) -> None:
@@ -134,8 +144,9 @@ def _compiled(chosen: Backend, program: ExportedProgram, example: Batch, options
     except LowerError:
         raise
     except Exception as error:  # compilers raise every kind, with pages of text
-        first = next((line for line in str(error).splitlines() if line.strip()), "no message")
-        raise LowerError(f"backend {chosen.name!r} failed: {type(error).__name__}: {first[:400]}") from error
+        raise LowerError(
+            f"backend {chosen.name!r} failed: {type(error).__name__}: {first_line(error)[:400]}"
+        ) from error
 
 
 def _run(chosen: Backend, lowered: Lowered, batch: Batch) -> list[Tensor]:
@@ -144,29 +155,35 @@ def _run(chosen: Backend, lowered: Lowered, batch: Batch) -> list[Tensor]:
     except LowerError:
         raise
     except Exception as error:  # runtimes raise every kind
-        first = next((line for line in str(error).splitlines() if line.strip()), "no message")
         raise LowerError(
             f"the artifact of backend {chosen.name!r} does not run on {shapes_of(batch)}: {type(error).__name__}: "
-            f"{first[:400]}"
+            f"{first_line(error)[:400]}"
         ) from error
 
 
 def _first_site(
-    chosen: Backend, program: ExportedProgram, batch: Batch, limit: float, options: Mapping[str, Any]
+    chosen: Backend,
+    program: ExportedProgram,
+    batches: Sequence[Batch],
+    limit: float,
+    strict: bool,
+    options: Mapping[str, Any],
 ) -> str:
-    """Which site differs first: the program is lowered once more with every dequantized tensor as an output."""
+    """Which site differs first on the last batch, with every dequantized tensor as an output of one more lowering."""
     sites = [(node.name, record.site) for node, record in records(program)]
     if not sites:
         return "the program has no quantized site"
     watched = with_outputs(program, [name for name, _ in sites])
     reference = Reference(watched)
-    first = len(reference.run(batch)) - len(sites)
-    found = _run(chosen, _compiled(chosen, watched, batch, options), batch)
-    wrong = reference.wrong(found, limit, strict=False)
-    for index, (_, site) in enumerate(sites, first):
+    try:
+        lowered = _compiled(chosen, watched, batches[0], options)
+        for batch in batches:
+            reference.run(batch)
+            found = _run(chosen, lowered, batch)
+    except LowerError as error:
+        return f"which site differs first is not known: {error}"
+    wrong = reference.wrong(found, limit, strict=strict)
+    for index, (_, site) in enumerate(sites, len(reference.outputs) - len(sites)):
         if index in wrong:
-            return f"the first site that differs is {site} ({wrong[index]:.1e})"
-    return (
-        "no quantized site differs by more than roundings make, so what does lies behind the last of them; if it is "
-        "small, give a larger tolerance"
-    )
+            return f"the first site that differs is {site} ({wrong[index]})"
+    return "no quantized site differs, so what does lies behind the last of them"

@@ -54,7 +54,8 @@ class OnnxRuntime(Backend):
     @property
     def dialect(self) -> Emit:
         """How pairs are said to this backend."""
-        return Decomposed(per_tensor=False, inputs=(torch.float32, torch.float16))
+        # Of a float16 tensor, torch's exporter quantizes with scales cast to float16, and dequantizes with others.
+        return Decomposed(per_tensor=False, inputs=(torch.float32,))
 
     def capability(self, args: QuantizationArgs, layout: TensorLayout) -> Capability:
         """Every setting; a per-token scale is ReduceMax, Div and Where."""
@@ -100,23 +101,41 @@ def _own_types(model: Any) -> None:
     from onnx_ir.passes.common import RemoveUnusedNodesPass
 
     for quantize in [node for node in model.graph if node.op_type == "QuantizeLinear"]:
-        clips = list(quantize.outputs[0].consumers())
-        if [node.op_type for node in clips] != ["Clip"] or any(value is None for value in clips[0].inputs):
+        pair = _clipped_pair(quantize)
+        if pair is None:
             continue
-        limits = tuple(int(value.const_value.numpy()) for value in clips[0].inputs[1:])
-        codes, readers = clips[0].outputs[0], list(clips[0].outputs[0].consumers())
-        if limits not in _RANGES or any(node.op_type != "DequantizeLinear" for node in readers):
-            continue
-        dtype, old = ir.DataType[_RANGES[limits]], quantize.inputs[2]
+        clip, readers, dtype = pair
+        old = quantize.inputs[2]
         values = old.const_value.numpy().astype(dtype.numpy())
         zero_point = ir.val(f"{old.name}_{dtype.name.lower()}", const_value=ir.tensor(values, dtype))
         zero_point = model.graph.initializers.setdefault(zero_point.name, zero_point)
         for node in (quantize, *readers):
             node.replace_input_with(2, zero_point)
-        codes.replace_all_uses_with(quantize.outputs[0])
+        clip.outputs[0].replace_all_uses_with(quantize.outputs[0])
         quantize.outputs[0].dtype = dtype
-        model.graph.remove(clips[0], safe=True)
+        model.graph.remove(clip, safe=True)
     RemoveUnusedNodesPass()(model)
+
+
+def _clipped_pair(quantize: Any) -> tuple[Any, list[Any], Any] | None:
+    """The Clip behind a QuantizeLinear, the DequantizeLinears behind that, and the type whose range it clips to.
+
+    None where that is not all there is: other readers, other zero points, or values that are no constants.
+    """
+    import onnx_ir as ir
+
+    codes = quantize.outputs[0]
+    clips = list(codes.consumers())
+    if [node.op_type for node in clips] != ["Clip"] or codes.is_graph_output() or len(quantize.inputs) != 3:
+        return None
+    clipped, zero_point = clips[0].outputs[0], quantize.inputs[2]
+    readers = list(clipped.consumers())
+    same = all(node.op_type == "DequantizeLinear" and zero_point in node.inputs[2:] for node in readers)
+    constants = (*clips[0].inputs[1:], zero_point)
+    if not same or clipped.is_graph_output() or any(value is None or value.const_value is None for value in constants):
+        return None
+    limits = tuple(int(value.const_value.numpy()) for value in clips[0].inputs[1:])
+    return (clips[0], readers, ir.DataType[_RANGES[limits]]) if limits in _RANGES else None
 
 
 class _Session(Lowered):
@@ -156,7 +175,7 @@ class _Session(Lowered):
                 copyfile(self._path, temporary)
             return
         data = path.with_name(path.name + ".data")
-        with written_whole(data) as weights, written_whole(path) as temporary:
+        with written_whole(path) as temporary, written_whole(data) as weights:  # the weights are in place first
             copyfile(self._path.with_name("model.onnx.data"), weights)
             temporary.write_bytes(_pointing_to(self._path, data.name))
 

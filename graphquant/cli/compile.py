@@ -2,8 +2,8 @@
 
 import os
 import signal
+import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -83,7 +83,15 @@ def compile(
 
 
 GRACE = 20
-"""Seconds past the time-out after which the process ends itself, where a compiler never came back to Python."""
+"""Seconds past the time-out after which the process is killed, where a compiler never came back to Python."""
+_WATCHDOG = """
+import os, sys, time
+time.sleep(float(sys.argv[1]))
+if os.getppid() == int(sys.argv[2]):
+    sys.stderr.write(f"\\nerror: {sys.argv[3]}\\n")
+    os.kill(os.getppid(), 9)
+"""
+"""A process, for a thread would wait for Python's lock, which a compiler may hold. Nothing is half written by then."""
 
 
 class _TimeIsOver(BaseException):
@@ -101,33 +109,32 @@ def _limited(seconds: int | None) -> Iterator[None]:
         yield
         return
     late = f"the compiler was not done after {seconds} s: give a longer --timeout, or none"
-    over = False
+    over = done = False
 
     def stop(*_: object) -> None:
         nonlocal over
-        over = True
-        raise _TimeIsOver
+        if not done:
+            over = True
+            raise _TimeIsOver
 
     before = signal.signal(signal.SIGALRM, stop)
-    last_resort = threading.Timer(seconds + GRACE, _give_up, (late,))
-    last_resort.daemon = True
-    last_resort.start()
+    arguments = (str(seconds + GRACE), str(os.getpid()), late)
+    watchdog = subprocess.Popen([sys.executable, "-S", "-c", _WATCHDOG, *arguments])
     # Once a second from then on: Python drops what is raised in a destructor or in a callback from C.
     signal.setitimer(signal.ITIMER_REAL, seconds, 1)
     try:
-        yield
-    except _TimeIsOver:
-        pass
+        try:
+            yield
+        finally:
+            done = True
+    except BaseException:
+        if not over:  # else it is the time-out, or what the compiler made of it
+            raise
     finally:
+        done = True
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-        last_resort.cancel()
+        watchdog.kill()
+        watchdog.wait()
     if over:
         raise LowerError(late)
-
-
-def _give_up(line: str) -> None:
-    """End the process from a thread: the main one is in a compiler's own code. Nothing is half written by then."""
-    sys.stderr.write(f"\nerror: {line}\n")
-    sys.stderr.flush()
-    os._exit(1)

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from graphquant.errors import GraphQuantError
+from graphquant.errors import GraphQuantError, first_line
 from graphquant.progress import working
 from graphquant.tables import plain
 
@@ -75,8 +75,7 @@ class Console:
         except OSError as error:
             self.fail(str(error) or type(error).__name__)
         except Exception as error:  # torch raises every kind, with pages of text
-            first = next((line for line in str(error).splitlines() if line.strip()), "no message")
-            self.fail(f"{type(error).__name__}: {first}; run with --debug for the traceback")
+            self.fail(f"{type(error).__name__}: {first_line(error)}; run with --debug for the traceback")
 
     @contextmanager
     def _logs(self) -> Iterator[None]:

@@ -191,17 +191,19 @@ def batches_of(rows: Tensor, batch_size: int, programs: Mapping[str, ExportedPro
 def check_same_model(original: ExportedProgram, program: ExportedProgram, name: str) -> None:
     """Refuse a program whose weights are not those of the original: it would seem badly quantized.
 
-    Weights are compared in the program's dtype, by name; what the original does not have is not compared.
+    Weights and buffers are compared by name, each in the narrower of the two dtypes.
 
     Raises:
-        ModelError: naming the first weight that differs.
+        ModelError: naming the first that differs, or that they have none in common.
     """
-    weights = dict(original.named_parameters())
-    for key, value in program.named_parameters():
-        other = weights.get(key)
-        if other is None:
-            continue
-        if other.shape != value.shape or not torch.equal(other.to(value.dtype), value):
+    known, own = ({**dict(one.named_parameters()), **dict(one.named_buffers())} for one in (original, program))
+    common = [key for key in own if key in known]
+    if not common:
+        raise ModelError(f"{name} has no weight of the model it is compared with: give the model that it was made from")
+    for key in common:
+        value, other = own[key], known[key]
+        narrow = min(value.dtype, other.dtype, key=lambda dtype: dtype.itemsize)
+        if other.shape != value.shape or not torch.equal(other.to(narrow), value.to(narrow)):
             raise ModelError(
                 f"{name} was made from another model: its {key} is not the one of the model it is compared with; give "
                 "the model that it was made from"

@@ -9,7 +9,7 @@ from torch.export import ExportedProgram
 from graphquant.backends.checking import Reference
 
 
-def disagreement(found: Sequence[Tensor], program: ExportedProgram, batch: Mapping[str, Any]) -> dict[int, float]:
+def disagreement(found: Sequence[Tensor], program: ExportedProgram, batch: Mapping[str, Any]) -> dict[int, str]:
     """The outputs that differ by more than 1e-5 and than roundings make."""
     reference = Reference(program)
     reference.run(batch)

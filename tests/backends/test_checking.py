@@ -123,3 +123,31 @@ def _floors(program: ExportedProgram):
         (node,) = (node for node in changed.graph.nodes if node.name == name)
         node.target = torch.ops.aten.floor.default
         yield name, changed
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_what_is_not_alike_is_wrong_whatever_roundings_make(dtype: torch.dtype) -> None:
+    """A product at the edge of the dtype's range, which noise alone makes an infinity."""
+    edge = nn.Linear(1, 1, bias=False)
+    edge.weight.data[:] = torch.finfo(dtype).max
+    program = gq.capture(edge.to(dtype), {"input": torch.ones(2, 1, dtype=dtype)})
+    reference = Reference(program)
+    (expected,) = reference.run({"input": torch.ones(2, 1, dtype=dtype)})
+    unlike = {
+        "NaN or Inf": torch.full_like(expected, NAN),
+        "shape": expected[:1],
+        "float64": expected.double(),
+        "of the largest output": -expected,
+    }
+    for words, found in unlike.items():
+        assert words in reference.wrong([found], 1e-5, strict=False)[0]
+    assert "it has 0 outputs, and the program 1" in reference.wrong([], 1e-5, strict=False)[0]
+
+
+def test_one_wrong_position_is_not_lost_among_the_others(bench: Bench) -> None:
+    program, inputs = bench.quantized("int8 sym"), batch(3, 128)
+    reference = Reference(program)
+    (expected,) = reference.run(inputs)
+    changed = expected.clone()
+    changed[1, 7] += 3 * reference.carried()[0] * expected.square().mean().sqrt()
+    assert list(reference.wrong([changed], 1e-9, strict=False)) == [0]

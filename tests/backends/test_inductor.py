@@ -7,7 +7,12 @@ import torch
 from torch.export import ExportedProgram
 
 import graphquant as gq
+from graphquant.backends import BACKENDS
+from graphquant.backends.checking import Reference
 from graphquant.errors import LowerError, OutputError
+from graphquant.passes.redialect import redialect
+from graphquant.passes.watching import with_outputs
+from graphquant.records import records
 from tests.backends.agreement import disagreement
 from tests.passes.helpers import args, config
 from tests.tiny import tiny_batch, tiny_batches, tiny_llama
@@ -27,10 +32,21 @@ def quantized(dtype: torch.dtype) -> ExportedProgram:
     [("inductor", torch.bfloat16), ("inductor", torch.float16), ("onnxruntime", torch.float16)],
 )
 def test_models_in_half_precision(name: str, dtype: torch.dtype) -> None:
-    """Checked by lower at two sizes; what a fused loop does not round in between, the graph does."""
-    artifact = gq.lower(quantized(dtype), name)
+    """A fused loop rounds less in between than the graph; but a site's values lie on the grid of its scales."""
+    program = quantized(dtype)
+    artifact = gq.lower(program, name)
     assert artifact.run(tiny_batch(3, 1))[0].dtype == dtype
     assert artifact.summary().pairs == 3
+    key, record = next((node, record) for node, record in records(program) if record.site.endswith("key_states"))
+    watched = with_outputs(redialect(program, BACKENDS[name].dialect), [key.name])
+    batch = tiny_batch(2, 9)
+    found = BACKENDS[name].compile(watched, batch, {}).run(batch)[-1]
+    scale = program.state_dict[f"{record.site}_scale"]
+    grid = (torch.arange(-128, 128) * scale.flatten()[:, None]).to(dtype)
+    for head in range(found.shape[1]):
+        assert torch.isin(found[:, head].flatten(), grid[head]).all()
+    expected = Reference(watched).run(batch)[-1]
+    assert ((found - expected).abs().float() <= 1.1 * scale + 0.01 * expected.abs()).all()
 
 
 def test_torch_compile_is_a_form_of_inductor(tmp_path: Path) -> None:

@@ -36,7 +36,16 @@ LOADERS = {
     "openvino": "import openvino; out = list(openvino.Core().compile_model(path, 'CPU', "
     "{'INFERENCE_PRECISION_HINT': 'f32'})({k: v.numpy() for k, v in x.items()}).values())[0]",
     "inductor": "out = torch._inductor.aoti_load_package(path)(**x).numpy()",
+    "executorch": "import executorch.kernels.quantized; from executorch.runtime import Runtime; "
+    "out = Runtime.get().load_program(path).load_method('forward').execute(list(x.values()))[0]",
+    "iree": "from iree import runtime; c = runtime.SystemContext(config=runtime.Config('local-task')); "
+    "c.add_vm_module(runtime.VmModule.copy_buffer(c.instance, open(path, 'rb').read())); "
+    "out = c.modules.module['main'](*(v.numpy() for v in x.values())).to_host().copy()",
 }
+LOADED = [
+    pytest.param(name, marks=pytest.mark.skipif(bool(BACKENDS[name].missing()), reason=f"needs {name}"))
+    for name in LOADERS
+]
 pytestmark = pytest.mark.slow
 
 
@@ -57,9 +66,9 @@ def test_the_summary_is_true(lowered: Any, name: str, form: str) -> None:
     assert summary.to_dict()["arithmetic"] == 12 - summary.dedicated
 
 
-@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("name", LOADED)
 def test_a_saved_artifact_runs_in_a_process_without_graphquant(lowered: Any, name: str, tmp_path: Path) -> None:
-    artifact = lowered(name, "int8 asym" if name == "openvino" else "int8 sym")
+    artifact = lowered(name, "int8 asym" if name in ("openvino", "executorch") else "int8 sym")
     path, inputs = tmp_path / f"model{BACKENDS[name].suffix}", batch(2, 9, seed=5)
     artifact.save(path)
     torch.save(inputs, tmp_path / "x.pt")

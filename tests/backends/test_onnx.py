@@ -50,8 +50,10 @@ def _lengths(model: onnx.ModelProto, node: onnx.NodeProto) -> list[int]:
     return [tensors[name].dims[0] for name in node.input[1:]]
 
 
-@pytest.mark.parametrize(("form", "types"), [("int4 asym", {"INT4"}), ("int8 sym", {"INT8"})])
-def test_a_pair_of_four_bits_is_onnx_own_int4(lowered: Get, form: str, types: set[str]) -> None:
+@pytest.mark.parametrize(
+    ("form", "types"), [("int4 asym", {"INT4"}), ("int8 sym", {"INT8"}), ("uint8 asym", {"UINT8"})]
+)
+def test_a_pair_of_a_whole_type_is_said_in_it(lowered: Get, form: str, types: set[str]) -> None:
     model = model_of(lowered("onnxruntime", form))
     tensors = {tensor.name: onnx.TensorProto.DataType.Name(tensor.data_type) for tensor in model.graph.initializer}
     assert {tensors[node.input[2]] for node in model.graph.node if _is_quantize(node)} == types

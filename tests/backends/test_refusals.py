@@ -11,13 +11,13 @@ from graphquant.errors import BackendMissingError, DataError, LowerError, Unsupp
 from graphquant.numerics import STRATEGIES, TensorLayout
 from tests.tiny import tiny_llama
 
-REFUSED = [("openvino", "fp8 e4m3"), ("executorch", "fp8 e5m2"), ("iree", "fp8 e4m3")]
+REFUSED = [("openvino", "fp8 e4m3"), ("executorch", "fp8 e5m2"), ("iree", "fp8 e4m3"), ("iree", "uint8 asym")]
 
 
 @pytest.mark.parametrize(("name", "form"), REFUSED)
 def test_a_setting_that_would_be_wrong_is_refused_by_name(bench: Bench, name: str, form: str) -> None:
     message = (
-        rf"^model\.layers\.0\.self_attn\.\S+: backend '{name}' does not take fp8_e\dm\d \w+ at \[B, .*"
+        rf"^model\.layers\.0\.self_attn\.\S+: backend '{name}' does not take (fp8_e\dm\d|uint8) [\w ]+ at \[B, .*"
         "; the nearest that works is int8"
     )
     with pytest.raises(UnsupportedError, match=message):

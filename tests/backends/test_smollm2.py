@@ -20,7 +20,13 @@ def quantized(smollm2: LoadedModel) -> torch.export.ExportedProgram:
     return gq.convert(prepared)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.skipif(bool(chosen.missing()), reason=f"needs {name}"))
+        for name, chosen in BACKENDS.items()
+    ],
+)
 def test_every_compiler_runs_the_real_model(
     smollm2: LoadedModel, quantized: torch.export.ExportedProgram, name: str
 ) -> None:
