@@ -71,7 +71,7 @@ def test_only_passes_edits_graphs(path: Path) -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
     }
-    if part(path) != "passes":
+    if part(path) != "passes" and path.name != "onnx_graph.py":  # which edits ONNX's graphs, not torch's
         assert not called & EDITS
 
 

@@ -1,6 +1,5 @@
 """ONNX Runtime: an ONNX file of opset 21 with QuantizeLinear and DequantizeLinear where those are exact."""
 
-import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from graphquant.backends.base import YES, Backend, Batch, Capability, Inputs, Lowered, Summary
+from graphquant.backends.onnx_graph import name_dims, own_types
 from graphquant.config import QuantizationArgs
 from graphquant.errors import OutputError
 from graphquant.files import check_writable, written_whole
@@ -25,8 +25,6 @@ EXTERNAL_FROM = 1_500_000_000
 """Bytes of weights from which they are kept in a file beside the model: protobuf ends at 2 GB."""
 _EXTERNAL_ABOVE = 1024
 """Bytes of a tensor from which it goes there; smaller ones stay where shape inference sees them."""
-_DIMS = ("batch", "sequence")
-_RANGES = {(-8, 7): "INT4", (0, 15): "UINT4", (-128, 127): "INT8", (0, 255): "UINT8"}
 _INTEGER_OPS = (
     "MatMulInteger",
     "QLinearMatMul",
@@ -71,71 +69,9 @@ class OnnxRuntime(Backend):
         )
         assert exported is not None
         model = exported.model
-        _name_dims(model, program)
-        _own_types(model)
+        name_dims(model, program)
+        own_types(model)
         return _Session(model, inputs, sum(1 for _ in records(program)))
-
-
-def _name_dims(model: Any, program: ExportedProgram) -> None:
-    """Call the dims of the first input ``batch`` and ``sequence``, wherever they occur."""
-    import onnx_ir as ir
-
-    first = str(program.graph_signature.user_inputs[0])
-    value = next(node.meta["val"] for node in program.graph.nodes if node.name == first)
-    symbols = {str(dim): name for dim, name in zip(value.shape, _DIMS, strict=False) if not isinstance(dim, int)}
-
-    def named(dim: Any) -> Any:
-        if isinstance(dim, int) or dim.value is None:
-            return dim
-        return ir.SymbolicDim(re.sub(r"\bs\d+\b", lambda found: symbols.get(found[0], found[0]), dim.value))
-
-    produced = [output for node in model.graph.all_nodes() for output in node.outputs]
-    for value in (*model.graph.inputs, *produced):
-        if value.shape is not None:
-            value.shape = ir.Shape([named(dim) for dim in value.shape])
-
-
-def _own_types(model: Any) -> None:
-    """Pairs of whole types, 4 bits or 8, as ONNX says them: without the Clip that stands between the two ops."""
-    import onnx_ir as ir
-    from onnx_ir.passes.common import RemoveUnusedNodesPass
-
-    for quantize in [node for node in model.graph if node.op_type == "QuantizeLinear"]:
-        pair = _clipped_pair(quantize)
-        if pair is None:
-            continue
-        clip, readers, dtype = pair
-        old = quantize.inputs[2]
-        values = old.const_value.numpy().astype(dtype.numpy())
-        zero_point = ir.val(f"{old.name}_{dtype.name.lower()}", const_value=ir.tensor(values, dtype))
-        zero_point = model.graph.initializers.setdefault(zero_point.name, zero_point)
-        for node in (quantize, *readers):
-            node.replace_input_with(2, zero_point)
-        clip.outputs[0].replace_all_uses_with(quantize.outputs[0])
-        quantize.outputs[0].dtype = dtype
-        model.graph.remove(clip, safe=True)
-    RemoveUnusedNodesPass()(model)
-
-
-def _clipped_pair(quantize: Any) -> tuple[Any, list[Any], Any] | None:
-    """The Clip behind a QuantizeLinear, the DequantizeLinears behind that, and the type whose range it clips to.
-
-    None where that is not all there is: other readers, other zero points, or values that are no constants.
-    """
-    import onnx_ir as ir
-
-    codes = quantize.outputs[0]
-    clips = list(codes.consumers())
-    if [node.op_type for node in clips] != ["Clip"] or codes.is_graph_output() or len(quantize.inputs) != 3:
-        return None
-    clipped, zero_point = clips[0].outputs[0], quantize.inputs[2]
-    readers = list(clipped.consumers())
-    same = all(node.op_type == "DequantizeLinear" and zero_point in node.inputs[2:] for node in readers)
-    constants = (*clips[0].inputs[1:], zero_point)
-    if not same or clipped.is_graph_output() or any(value is None or value.const_value is None for value in constants):
-        return None
-    limits = tuple(int(value.const_value.numpy()) for value in clips[0].inputs[1:])
-    return (clips[0], readers, ir.DataType[_RANGES[limits]]) if limits in _RANGES else None
 
 
 class _Session(Lowered):
