@@ -1,0 +1,16 @@
+"""The real SmolLM2 through ExecuTorch, whose lowering of 30 layers takes a quarter of an hour: a file of its own, for
+another worker.
+"""
+
+import pytest
+
+from graphquant.backends import BACKENDS
+from graphquant.models import LoadedModel
+from tests.backends.real import runs_the_real_model
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.skipif(bool(BACKENDS["executorch"].missing()), reason="needs executorch")
+def test_executorch_runs_the_real_model(smollm2: LoadedModel) -> None:
+    runs_the_real_model(smollm2, "executorch")
