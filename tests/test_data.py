@@ -80,7 +80,7 @@ def test_read_text_refuses_a_folder(tmp_path: Path) -> None:
     path.mkdir()
     with pytest.raises(DataError) as caught:
         read_text(path)
-    assert str(caught.value) == f"{path} cannot be read (Is a directory): expected a .txt or .jsonl file"
+    assert str(caught.value) == f"{path} is a folder: expected a .txt or .jsonl file"
 
 
 def test_read_text_takes_a_whole_surrogate_pair(tmp_path: Path) -> None:

@@ -30,8 +30,16 @@ PROGRAMS = [(name, how, False) for name in CASES for how in IMPLEMENTATIONS] + [
 ]
 every_program = pytest.mark.parametrize(
     ("name", "implementation", "decomposed"),
-    PROGRAMS,
-    ids=["-".join((name, how, "core" if core else "training")) for name, how, core in PROGRAMS],
+    [
+        pytest.param(
+            name,
+            how,
+            core,
+            marks=pytest.mark.slow if core and name != "llama" else (),
+            id="-".join((name, how, "core" if core else "training")),
+        )
+        for name, how, core in PROGRAMS
+    ],
 )
 
 
