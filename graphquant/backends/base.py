@@ -102,8 +102,12 @@ class Inputs:
 
     def flat(self, batch: Batch) -> list[Tensor]:
         """All tensors of a batch, contiguous, in the program's order."""
-        leaves = torch.utils._pytree.tree_leaves([batch[name] for name in self.names])
-        return [leaf.detach().contiguous() for leaf in leaves if isinstance(leaf, Tensor)]
+        return [tensor.detach().contiguous() for tensor in tensors([batch[name] for name in self.names])]
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    """The tensors in a tree of inputs or outputs, flat."""
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 class Lowered(ABC):

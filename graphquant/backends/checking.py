@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import Interpreter, Node
 
-from graphquant.backends.base import Batch, Inputs
+from graphquant.backends.base import Batch, Inputs, tensors
 from graphquant.graph.writes import written_buffers
 from graphquant.loops import caller, runnable, running
 
@@ -46,7 +46,7 @@ class Reference:
     def run(self, batch: Batch) -> list[Tensor]:
         """The outputs for the next batch, flat."""
         with torch.no_grad(), running(None, batch, len(self._batches)):
-            self.outputs = _tensors(self._call(**batch))
+            self.outputs = tensors(self._call(**batch))
         self._batches.append(batch)
         return self.outputs
 
@@ -60,7 +60,7 @@ class Reference:
             for batch in self._batches if written_buffers(self._program) else self._batches[-1:]:
                 leaves = torch.utils._pytree.tree_leaves([batch[name] for name in names])
                 with torch.no_grad():
-                    outputs = _tensors(noisy.run(*leaves, enable_io_processing=False))
+                    outputs = tensors(noisy.run(*leaves, enable_io_processing=False))
             moved = map(rms_difference, outputs, self.outputs)
             # Where noise alone makes a number an infinity, nothing is measured, and nothing is allowed for it.
             worst = [max(old, new) if math.isfinite(new) else old for old, new in zip(worst, moved, strict=True)]
@@ -126,17 +126,15 @@ def _is_moved(node: Node) -> bool:
     return node.op == "call_function" and (name in _MOVED or _ATTENTION in name)
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
 def difference(found: Tensor, expected: Tensor) -> float:
     """The largest |difference|, relative to the largest |value|; infinite where the two are unlike."""
     if _unlike(found, expected):
         return math.inf
-    one, other = _finite(found, expected)
-    largest = other.abs().max().clamp_min(torch.finfo(torch.float32).tiny) if other.numel() else torch.ones(())
-    return float((one - other).abs().max() / largest) if other.numel() else 0.0
+    finite = expected.isfinite()
+    one, other = (value.double()[finite] for value in (found, expected))
+    if not other.numel():
+        return 0.0
+    return float((one - other).abs().max() / other.abs().max().clamp_min(torch.finfo(torch.float32).tiny))
 
 
 def rms_difference(found: Tensor, expected: Tensor) -> float:
@@ -163,8 +161,3 @@ def _unlike(found: Tensor, expected: Tensor) -> str:
     if not torch.equal(found.isfinite(), expected.isfinite()) or not torch.equal(*odd):
         return "it has NaN or Inf where the program has none, or none where it has"
     return ""
-
-
-def _finite(found: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
-    finite = expected.isfinite()
-    return found.double()[finite], expected.double()[finite]

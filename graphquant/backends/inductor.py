@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from graphquant.backends.base import YES, Backend, Batch, Capability, Inputs, Lowered, Summary
+from graphquant.backends.base import YES, Backend, Batch, Capability, Inputs, Lowered, Summary, tensors
 from graphquant.config import QuantizationArgs
 from graphquant.errors import LowerError, OutputError
 from graphquant.files import written_whole
@@ -79,8 +79,7 @@ class _Package(Lowered):
         whole = {name: torch.utils._pytree.tree_map(_contiguous, inputs[name]) for name in self._inputs.names}
         first = self._inputs.names[: self._inputs.positional]
         with torch.no_grad():
-            output = self._run(*(whole.pop(name) for name in first), **whole)
-        return [leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+            return tensors(self._run(*(whole.pop(name) for name in first), **whole))
 
     def save(self, path: str | Path) -> None:
         with written_whole(path) as temporary:
@@ -108,8 +107,7 @@ class _Compiled(Lowered):
 
     def run(self, inputs: Batch) -> list[Tensor]:
         with torch.no_grad():
-            output = self._call(**inputs)
-        return [leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+            return tensors(self._call(**inputs))
 
     def save(self, path: str | Path) -> None:
         raise OutputError(f"cannot write {path}: torch.compile leaves no file; lower with form='package'")

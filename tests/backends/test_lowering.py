@@ -14,6 +14,7 @@ import graphquant as gq
 from graphquant.backends import BACKENDS
 from graphquant.errors import LowerError, MismatchError, OutputError
 from tests.backends.agreement import disagreement
+from tests.backends.needs import needs
 
 SIZES = [(rows, length) for rows in (1, 3) for length in (1, 7, 8, 128)]
 ALL_LOWERED = [
@@ -25,10 +26,7 @@ ALL_LOWERED = [
     ("executorch", "int8 asym"),
     ("iree", "int8 sym"),
 ]
-LOWERED = [
-    pytest.param(name, form, marks=pytest.mark.skipif(bool(BACKENDS[name].missing()), reason=f"needs {name}"))
-    for name, form in ALL_LOWERED
-]
+LOWERED = [pytest.param(name, form, marks=needs(name)) for name, form in ALL_LOWERED]
 """A part of docs/backends.md, whose table examples/backend_table.py makes; ExecuTorch and IREE where installed."""
 LOADERS = {
     "onnxruntime": "import onnxruntime; s = onnxruntime.InferenceSession(path); "
@@ -42,10 +40,7 @@ LOADERS = {
     "c.add_vm_module(runtime.VmModule.copy_buffer(c.instance, open(path, 'rb').read())); "
     "out = c.modules.module['main'](*(v.numpy() for v in x.values())).to_host().copy()",
 }
-LOADED = [
-    pytest.param(name, marks=pytest.mark.skipif(bool(BACKENDS[name].missing()), reason=f"needs {name}"))
-    for name in LOADERS
-]
+LOADED = [pytest.param(name, marks=needs(name)) for name in LOADERS]
 pytestmark = pytest.mark.slow
 
 
@@ -83,7 +78,7 @@ def test_a_saved_artifact_runs_in_a_process_without_graphquant(lowered: Any, nam
         artifact.save(tmp_path / "none" / "model.txt")
 
 
-@pytest.mark.skipif(bool(BACKENDS["executorch"].missing()), reason="needs executorch")
+@needs("executorch")
 def test_executorch_has_a_largest_size(lowered: Any) -> None:
     message = r"an input \[5, 8\] is larger than what memory was planned for, \[4, 512\]: lower again with max_batch=5"
     with pytest.raises(LowerError, match=message):

@@ -4,13 +4,13 @@ another worker.
 
 import pytest
 
-from graphquant.backends import BACKENDS
 from graphquant.models import LoadedModel
+from tests.backends.needs import needs
 from tests.backends.real import runs_the_real_model
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.skipif(bool(BACKENDS["executorch"].missing()), reason="needs executorch")
+@needs("executorch")
 def test_executorch_runs_the_real_model(smollm2: LoadedModel) -> None:
     runs_the_real_model(smollm2, "executorch")
