@@ -1,6 +1,6 @@
 """Which settings which compiler gets right: every one lowered, run, and compared with the graph, on a 2-layer model.
 
-python examples/backend_table.py                              prints the table (about 30 minutes on 2 cores)
+python examples/backend_table.py                              prints the table (14 minutes on 2 cores)
 python examples/backend_table.py --backend onnxruntime        checks one backend
 python examples/backend_table.py --rows "int8 sym"            checks one number format
 python examples/backend_table.py --write docs/backends.md     puts the table between the file's markers
