@@ -8,7 +8,7 @@ from graphquant.evaluation import Evaluation, evaluate
 from graphquant.graph import find_attention
 from graphquant.loops import calibrate
 from graphquant.measuring import Measurement, measure
-from graphquant.passes import calibration_of, convert, prepare, set_mode
+from graphquant.passes import calibration_of, convert, fold_scales, fuse_decode, pack_gqa, prepare, set_mode
 from graphquant.report import Report, report
 
 __all__ = [
@@ -25,8 +25,11 @@ __all__ = [
     "convert",
     "evaluate",
     "find_attention",
+    "fold_scales",
+    "fuse_decode",
     "lower",
     "measure",
+    "pack_gqa",
     "prepare",
     "preset",
     "report",

@@ -22,7 +22,10 @@ RECORD = "graphquant"
 
 @dataclass(frozen=True, kw_only=True)
 class SiteRecord:
-    """One quantized tensor of a converted program; ``node`` is the tensor that was quantized."""
+    """One quantized tensor of a converted program; ``node`` is the tensor that was quantized.
+
+    ``stored`` is the cache that holds its codes, in words, where one does.
+    """
 
     site: str
     also: tuple[str, ...]
@@ -35,9 +38,16 @@ class SiteRecord:
     scale_shape: str
     amax: float | None
     coverage: Mapping[str, int] | None
+    stored: str | None = None
 
     @classmethod
-    def of(cls, planned: PlannedSite, amax: float | None, coverage: Mapping[str, int] | None) -> "SiteRecord":
+    def of(
+        cls,
+        planned: PlannedSite,
+        amax: float | None,
+        coverage: Mapping[str, int] | None,
+        stored: str | None = None,
+    ) -> "SiteRecord":
         """The record of a planned site, with the amax that calibration saw."""
         layout = planned.layout
         return cls(
@@ -52,6 +62,7 @@ class SiteRecord:
             scale_shape=planned.scale_shape,
             amax=amax,
             coverage=coverage,
+            stored=stored,
         )
 
     @property
@@ -72,7 +83,7 @@ class SiteRecord:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "SiteRecord":
         """Read ``to_dict``'s form, extra keys left out."""
-        fields = {name: data[name] for name in cls.__dataclass_fields__}
+        fields = {name: data[name] for name in cls.__dataclass_fields__ if name in data or name != "stored"}
         return cls(**fields | {"also": tuple(data["also"]), "layout": tuple(data["layout"])})
 
 

@@ -17,6 +17,8 @@ from tests.tiny import VOCABULARY, tiny_batches, tiny_llama
 
 LENGTH = 16
 STEPS = ((5, 1, 1, 3), (1, 1, 1, 7), (10,))
+STATIC: dict[str, Any] = {"cache": "static", "max_cache_len": LENGTH}
+NO_CACHE = "is for a graph with a KV cache, and there is none: add"
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +51,8 @@ def stepwise_static(program: ExportedProgram, tokens: Tensor, steps: tuple[int, 
 
 def stepwise_growing(program: ExportedProgram, tokens: Tensor, steps: tuple[int, ...]) -> Tensor:
     module, start, logits = runnable(program), 0, []
-    past: Any = tuple((torch.zeros(len(tokens), 2, 0, 8), torch.zeros(len(tokens), 2, 0, 8)) for _ in range(2))
+    layers = sum(str(name).startswith("past_key_values") for name in program.graph_signature.user_inputs) // 2
+    past: Any = tuple((torch.zeros(len(tokens), 2, 0, 8), torch.zeros(len(tokens), 2, 0, 8)) for _ in range(layers))
     for step in steps:
         mask = torch.ones(len(tokens), start + step, dtype=torch.int64)
         out, past = module(input_ids=tokens[:, start : start + step], attention_mask=mask, past_key_values=past)
@@ -124,6 +127,29 @@ def test_a_calibration_without_a_cache_converts_the_graph_with_one(
             {"cache": "inputs", "example_args": (ids(1),)},
             r"cache='inputs' is for a Hugging Face causal model, and",
         ),
+        ({"cache": "static", "max_cache_len": True}, r"max_cache_len must be at least 2 tokens, not True$"),
+        ({"cache": "static", "max_cache_len": 8.0}, r"max_cache_len must be at least 2 tokens, not 8\.0$"),
+        ({"sequence": 1}, rf'sequence=1 {NO_CACHE} cache="static" or cache="inputs", or leave sequence out$'),
+        ({"batch": 2}, rf'batch=2 {NO_CACHE} cache="static", or leave batch out$'),
+        (
+            {"sequence": 1, "example_args": (ids(1),)},
+            rf'sequence=1 {NO_CACHE} cache="static" or cache="inputs", or leave sequence out$',
+        ),
+        (STATIC | {"sequence": True}, r"sequence must be an int of at least 1 token, or None, not True$"),
+        (STATIC | {"sequence": 0}, r"sequence must be an int of at least 1 token, or None, not 0$"),
+        (STATIC | {"batch": True}, r"batch must be an int of at least 1 row, or None, not True$"),
+        (STATIC | {"batch": -1}, r"batch must be an int of at least 1 row, or None, not -1$"),
+        (STATIC | {"batch": 2.0}, r"batch must be an int of at least 1 row, or None, not 2\.0$"),
+        ({"cache": "inputs", "sequence": "1"}, r"sequence must be an int of at least 1 token, or None, not '1'$"),
+        (
+            STATIC | {"sequence": LENGTH + 1},
+            r"sequence=17 does not fit into a cache of max_cache_len=16 tokens: make one of them fit the other$",
+        ),
+        (
+            {"cache": "inputs", "sequence": 1, "batch": 2},
+            r'batch=2 is for cache="static", and cache="inputs" was given, whose batch is dynamic: leave batch out, '
+            r"and run the program on any$",
+        ),
     ],
 )
 def test_options_that_mean_nothing(model: LlamaForCausalLM, options: dict[str, Any], message: str) -> None:
@@ -134,6 +160,17 @@ def test_options_that_mean_nothing(model: LlamaForCausalLM, options: dict[str, A
 def test_a_program_has_its_cache_already(static: ExportedProgram) -> None:
     with pytest.raises(CaptureError, match=r"and an ExportedProgram was given: leave one out$"):
         capture(static, cache="inputs")
+
+
+@pytest.mark.parametrize("given", [{"sequence": 1}, {"batch": 2}, STATIC | {"sequence": 1}], ids=str)
+def test_a_program_has_its_shapes_already(static: ExportedProgram, given: dict[str, Any]) -> None:
+    name, value = list(given.items())[-1]
+    message = (
+        rf"^{name}={value} is for a model, and an ExportedProgram was given, whose shapes are made: capture its model "
+        rf"with {name}={value}, or leave {name} out$"
+    )
+    with pytest.raises(CaptureError, match=message):
+        capture(static, **given)
 
 
 def test_a_state_that_is_no_keys_and_values_is_refused() -> None:

@@ -16,7 +16,7 @@ from graphquant.errors import BackendMissingError, StrategyError
 from graphquant.graph.finder import find_attention_in
 from graphquant.graph.writes import fills
 from graphquant.numerics import TensorLayout
-from graphquant.passes.editor import readers, refuse_in_place
+from graphquant.passes.placing import readers, refuse_in_place
 from graphquant.plan import PlannedSite, check_config, make_plan
 
 try:

@@ -12,10 +12,14 @@ from graphquant.config import QuantizationConfig
 from graphquant.errors import ConvertError
 from graphquant.graph import AttentionSites, find_attention
 from graphquant.passes.dialects import Emit, Names, Qparams, dialect
-from graphquant.passes.editor import ProgramEditor, readers, refuse_in_place
+from graphquant.passes.editor import ProgramEditor
+from graphquant.passes.placing import readers, refuse_in_place
 from graphquant.passes.prepared import calibration_of, origin_of, require_calibrated
+from graphquant.passes.store import NOTHING_STORED, StoragePlan, plan_storage, store
 from graphquant.plan import PlannedSite, QuantizationPlan, check_config, make_plan
 from graphquant.records import RECORD, SiteRecord, node_name, refuse_converted
+
+STORED = "stored"
 
 
 def convert(
@@ -24,12 +28,17 @@ def convert(
     config: QuantizationConfig | None = None,
     *,
     dialect: str = "pt2e",
+    kv_cache: str | None = None,
 ) -> ExportedProgram:
     """Quantize a program: ``convert(prepared)``, or ``convert(program, calibration, config)``.
 
     A prepared module brings its own calibration and config, and its weights as they are now (after QAT, say); either
     can be given instead, so that one calibration serves other widths, symmetries and strategies. Every static site
     gets ``<site>_scale`` (float32) and ``<site>_zero_point`` (int32) in the state dict, of the strategy's shape.
+
+    With ``kv_cache="stored"`` the cache of the program (buffers, or past and present) holds codes of keys and values,
+    int8, uint8 or fp8, two to a byte up to 4 bits. They are quantized once, when written, and read as values; their
+    pairs are arithmetic in every dialect.
 
     Raises:
         NotCalibratedError: a planned site has observed nothing.
@@ -38,6 +47,8 @@ def convert(
         ConvertError: the source is neither, the dialect is unknown, or a site cannot be rewritten.
     """
     emit = _dialect(dialect)
+    if kv_cache not in (None, STORED):
+        raise ConvertError(f"unknown kv_cache {kv_cache!r}; there are {STORED!r} and None")
     _check_types(calibration, config)
     if isinstance(source, ExportedProgram):
         if calibration is None or config is None:
@@ -53,8 +64,9 @@ def convert(
         state_dict = _current_weights(source, program)
         calibration = calibration_of(source) if calibration is None else calibration
     require_calibrated(calibration, list(plan))
+    storing = plan_storage(program, sites, plan) if kv_cache == STORED else NOTHING_STORED
     with torch.no_grad():
-        return _rewrite(ProgramEditor(program, state_dict), sites, plan, calibration, emit)
+        return _rewrite(ProgramEditor(program, state_dict), sites, plan, calibration, emit, storing)
 
 
 _dialect = dialect
@@ -92,20 +104,29 @@ def _current_weights(prepared: nn.Module, program: ExportedProgram) -> dict[str,
 
 
 def _rewrite(
-    editor: ProgramEditor, sites: AttentionSites, plan: QuantizationPlan, calibration: Calibration, emit: Emit
+    editor: ProgramEditor,
+    sites: AttentionSites,
+    plan: QuantizationPlan,
+    calibration: Calibration,
+    emit: Emit,
+    storing: StoragePlan,
 ) -> ExportedProgram:
     coverage: dict[str, Any] | None = plan.coverage()
     for planned in plan:
         x = editor.nodes[planned.site.node]
         refuse_in_place(x, planned)
-        users = readers(x, planned, sites, editor.nodes)
-        prefix = node_name(planned.key)
         qparams, amax = _constants(editor, planned, calibration)
-        names = Names(f"{prefix}_quantize", f"{prefix}_dequantize")
-        quantized, dequantized = emit(editor.after(x), x, planned, qparams, names)
-        for user in users:
-            user.replace_input_with(x, dequantized)
-        record = SiteRecord.of(planned, amax, coverage)
+        words = None
+        if planned.key in storing.caches:
+            quantized, dequantized, words = store(editor, planned, storing, sites, qparams)
+        else:
+            users = readers(x, planned, sites, editor.nodes)
+            prefix = node_name(planned.key)
+            names = Names(f"{prefix}_quantize", f"{prefix}_dequantize")
+            quantized, dequantized = emit(editor.after(x), x, planned, qparams, names)
+            for user in users:
+                user.replace_input_with(x, dequantized)
+        record = SiteRecord.of(planned, amax, coverage, words)
         coverage = None  # once in a program is enough
         quantized.meta["custom"] = {RECORD: {"site": planned.key, "part": "quantize"}}
         dequantized.meta["custom"] = {RECORD: record.to_dict() | {"part": "dequantize"}}

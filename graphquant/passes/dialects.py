@@ -64,30 +64,50 @@ Emit = Callable[[CallBuilder, Node, Setting, Qparams | None, Names], tuple[Node,
 
 def emit_aten(call: CallBuilder, x: Node, planned: Setting, qparams: Qparams | None, names: Names) -> tuple[Node, Node]:
     """The pair in plain arithmetic; without qparams they are computed per token in the graph."""
+    spread = spread_qparams(call, x, planned, qparams)
+    codes = emit_codes(call, x, planned, spread)
+    quantized = call(aten._to_copy.default, codes, dtype=planned.args.dtype.storage, name=names.quantize)
+    values = call(aten._to_copy.default, quantized, dtype=torch.float32)
+    return quantized, emit_values(call, values, spread, x.meta["val"].dtype, names.dequantize)
+
+
+class Spread(NamedTuple):
+    """Scale and zero point in float32 as they broadcast against the tensor; no zero point where adding it is idle."""
+
+    scale: Node
+    zero_point: Node | None
+
+
+def spread_qparams(call: CallBuilder, x: Node, planned: Setting, qparams: Qparams | None) -> Spread:
+    """The qparams of ``x``, spread; without constants they are computed per token in the graph."""
     args = planned.args
-    wide = _to(call, x, torch.float32)
     # A symmetric zero point of 0 is left out: adding it changes no code.
     shifted = not args.dtype.is_float and not (args.symmetric and args.dtype.symmetric_zero_point == 0)
     if qparams is None:
-        scale, zero_point = _token_qparams(call, wide, planned, shifted)
-    else:
-        scale = _expand(call, qparams.scale, planned)
-        zero_point = _expand(call, qparams.zero_point, planned) if shifted else None
-    codes = call(aten.mul.Tensor, wide, call(aten.reciprocal.default, scale))
-    if not args.dtype.is_float:
+        return Spread(*_token_qparams(call, _to(call, x, torch.float32), planned, shifted))
+    return Spread(
+        _expand(call, qparams.scale, planned), _expand(call, qparams.zero_point, planned) if shifted else None
+    )
+
+
+def emit_codes(call: CallBuilder, x: Node, planned: Setting, spread: Spread) -> Node:
+    """The codes of ``x``, as float32."""
+    dtype = planned.args.dtype
+    codes = call(aten.mul.Tensor, _to(call, x, torch.float32), call(aten.reciprocal.default, spread.scale))
+    if not dtype.is_float:
         codes = call(aten.round.default, codes)
-    if shifted:
-        codes = call(aten.add.Tensor, codes, zero_point)
-    codes = call(aten.clamp.default, codes, args.dtype.qmin, args.dtype.qmax)
-    quantized = call(aten._to_copy.default, codes, dtype=args.dtype.storage, name=names.quantize)
-    values = call(aten._to_copy.default, quantized, dtype=torch.float32)
-    if shifted:
-        values = call(aten.sub.Tensor, values, zero_point)
-    dtype = x.meta["val"].dtype
+    if spread.zero_point is not None:
+        codes = call(aten.add.Tensor, codes, spread.zero_point)
+    return call(aten.clamp.default, codes, dtype.qmin, dtype.qmax)
+
+
+def emit_values(call: CallBuilder, codes: Node, spread: Spread, dtype: torch.dtype, name: str) -> Node:
+    """The real values of float32 ``codes``, in ``dtype``."""
+    if spread.zero_point is not None:
+        codes = call(aten.sub.Tensor, codes, spread.zero_point)
     if dtype == torch.float32:
-        return quantized, call(aten.mul.Tensor, values, scale, name=names.dequantize)
-    values = call(aten.mul.Tensor, values, scale)
-    return quantized, call(aten._to_copy.default, values, dtype=dtype, name=names.dequantize)
+        return call(aten.mul.Tensor, codes, spread.scale, name=name)
+    return call(aten._to_copy.default, call(aten.mul.Tensor, codes, spread.scale), dtype=dtype, name=name)
 
 
 @dataclass(frozen=True)

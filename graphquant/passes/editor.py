@@ -5,20 +5,19 @@ signature lists buffers. It was written for torch 2.13.
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, InputSpec, OutputSpec, TensorArgument
+from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from graphquant.errors import ConvertError
-from graphquant.graph import AttentionSites, ops
-from graphquant.graph.writes import family, fills, shared
-from graphquant.plan import PlannedSite
+from graphquant.passes.interface import Interface
+from graphquant.passes.placing import insertion_point
 from graphquant.records import node_name
 
 
@@ -28,24 +27,31 @@ def rebuild(
     graph: Graph | None = None,
     signature: Any = None,
     state_dict: Mapping[str, Tensor] | None = None,
+    constants: Mapping[str, Any] | None = None,
     range_constraints: Any = None,
     module_call_graph: Any = None,
+    example_inputs: Any = None,
+    guards: Sequence[tuple[str, str]] = (),
 ) -> ExportedProgram:
     """A program like ``program`` with some of its parts replaced; torch's verifier checks the result.
 
-    A graph belongs to one program, so it is copied where none is given.
+    A graph belongs to one program, so it is copied where none is given. ``guards`` are replacements in the program's
+    checks of its inputs.
     """
-    return ExportedProgram(
+    made = ExportedProgram(
         root=program.graph_module,
         graph=copied_graph(program) if graph is None else graph,
         graph_signature=program.graph_signature if signature is None else signature,
         state_dict=dict(program.state_dict if state_dict is None else state_dict),
         range_constraints=program.range_constraints if range_constraints is None else range_constraints,
         module_call_graph=program.module_call_graph if module_call_graph is None else module_call_graph,
-        example_inputs=program.example_inputs,
-        constants=program.constants,
+        example_inputs=program.example_inputs if example_inputs is None else example_inputs,
+        constants=dict(program.constants if constants is None else constants),
         verifiers=[program.verifier],
     )
+    for old, new in guards:
+        made._guards_code = [check.replace(old, new) for check in made._guards_code]
+    return made
 
 
 def copied_graph(program: ExportedProgram) -> Graph:
@@ -63,23 +69,23 @@ class ProgramEditor:
         self.program = program
         self.graph: Graph = copied_graph(program)
         self.nodes: dict[str, Node] = {node.name: node for node in self.graph.nodes}
-        self.state_dict = dict(state_dict)
-        self._specs: list[InputSpec] = []
+        self.state_dict, self.constants = dict(state_dict), dict(program.constants)
+        self.interface = Interface(program)
+        self.user_inputs = frozenset(str(name) for name in program.graph_signature.user_inputs)
         self._values: dict[Any, Any] = {}
-        inputs = program.graph_signature.input_specs
         lifted = (InputKind.PARAMETER, InputKind.BUFFER)
         # Placeholders keep torch's order: parameters, buffers, then constants and the user's inputs.
-        self._position = sum(1 for spec in inputs if spec.kind in lifted)
+        self._position = sum(1 for spec in self.interface.signature.input_specs if spec.kind in lifted)
         placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
         self._before = placeholders[self._position] if self._position < len(placeholders) else placeholders[-1].next
         self._fake_mode = next(
             value.fake_mode for node in placeholders if hasattr(value := node.meta.get("val"), "fake_mode")
         )
 
-    def constant(self, target: str, value: Tensor) -> Node:
-        """A new persistent buffer of the program, named ``target`` in its state dict."""
+    def constant(self, target: str, value: Tensor, *, written: bool = False) -> Node:
+        """A new buffer of the program: a constant in its state dict, or one that it writes to, which no file keeps."""
         name = f"b_{node_name(target)}"
-        if target in self.state_dict:
+        if target in self.state_dict or target in self.constants:
             raise ConvertError(f"the program already has a tensor named {target}: it was converted before")
         with self.graph.inserting_before(self._before):
             node: Node = self.graph.placeholder(name)
@@ -87,10 +93,33 @@ class ProgramEditor:
             raise ConvertError(
                 f"the program already has a node named {name}: two modules have the same name but for punctuation"
             )
+        node.meta["val"] = self.fake(value.shape, value.dtype, value.device)
+        spec = InputSpec(InputKind.BUFFER, TensorArgument(name=node.name), target, persistent=not written)
+        self.interface.signature.input_specs.insert(self._position, spec)
+        self._position += 1
+        (self.constants if written else self.state_dict)[target] = value
+        return node
+
+    def fake(self, shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor of the graph's own kind, which has a shape and no values."""
         with self._fake_mode:
-            node.meta["val"] = torch.empty(value.shape, dtype=value.dtype, device=value.device)
-        self._specs.append(InputSpec(InputKind.BUFFER, TensorArgument(name=node.name), target, persistent=True))
-        self.state_dict[target] = value
+            return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+    def retype(self, node: Node, shape: Any, dtype: torch.dtype) -> None:
+        """Give a buffer that the program writes to, or an input, another shape and dtype; a buffer begins as zeros."""
+        device = node.meta["val"].device
+        node.meta["val"] = self.fake(shape, dtype, device)
+        target = self.interface.buffer_of(node.name)
+        if target is not None:
+            home = self.state_dict if target in self.state_dict else self.constants
+            home[target] = torch.zeros(tuple(shape), dtype=dtype, device=device)
+
+    def further_input(self, before: Node, after: Node, shape: Any, dtype: torch.dtype, name: str) -> Node:
+        """A new input of the program, part of the same leaf of its inputs as ``before``, placed behind ``after``."""
+        with self.graph.inserting_after(after):
+            node: Node = self.graph.placeholder(name)
+        node.meta["val"] = self.fake(shape, dtype, before.meta["val"].device)
+        self.interface.split_input(before.name, after.name, node.name)
         return node
 
     def after(self, like: Node) -> "CallBuilder":
@@ -99,18 +128,15 @@ class ProgramEditor:
 
     def finish(self) -> ExportedProgram:
         """The edited program, verified."""
-        signature = copy.deepcopy(self.program.graph_signature)
-        position = self._position
-        signature.input_specs[position:position] = self._specs
         results = next(node for node in self.graph.nodes if node.op == "output").args[0]
         assert isinstance(results, list | tuple)
-        signature.output_specs[:] = [
-            OutputSpec(spec.kind, TensorArgument(name=node.name), spec.target)
-            if isinstance(node, Node) and isinstance(spec.arg, TensorArgument)
-            else spec
-            for spec, node in zip(signature.output_specs, results, strict=True)
-        ]
-        return rebuild(self.program, graph=self.graph, signature=signature, state_dict=self.state_dict)
+        return rebuild(
+            self.program,
+            graph=self.graph,
+            state_dict=self.state_dict,
+            constants=self.constants,
+            **self.interface.finish(self.graph, results),
+        )
 
     def value_of(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The fake value of a call, computed once for all layers that make the same call on the same shapes."""
@@ -162,58 +188,12 @@ class CallBuilder:
         self.made.append(node)
         return node
 
-
-def insertion_point(node: Node) -> Node:
-    """Where calls on a node's value may start: behind it, behind what fills it, and behind the last placeholder."""
-    while node.op == "placeholder" and node.next.op == "placeholder":
-        node = node.next
-    return next(reversed(fills(node)), node)
-
-
-def readers(node: Node, planned: PlannedSite, sites: AttentionSites, nodes: Mapping[str, Node]) -> list[Node]:
-    """The users of a site's tensor that are to read its quantized values.
-
-    All that read values, and not only its shape or dtype; of the input of some projections, theirs alone: other
-    projections, an MLP beside the attention and a residual sum may read the same tensor.
-    """
-    start = insertion_point(node)
-    users = [user for user in node.users if ops.kind(user) != "shape" and (user > start or not fills(node))]
-    if not planned.site.role.endswith(".input"):
-        return users
-    towards: set[Node] = set()
-    stack = [nodes[sites[key.removesuffix("input") + "output"].node] for key in planned.keys]
-    while stack:
-        member = stack.pop()
-        towards.add(member)
-        stack.extend(source for source in member.all_input_nodes if source is not node and source not in towards)
-    return [user for user in users if user in towards]
-
-
-def refuse_in_place(node: Node, planned: PlannedSite) -> None:
-    """Refuse a site whose tensor is overwritten later, itself or by what it is a view of: a copy would miss the write.
-
-    Raises:
-        ConvertError: naming the op.
-    """
-    base = node
-    while sources := shared(base):
-        base = next(iter(sources))
-    members = {base} if base is node else family(base)
-    start = insertion_point(node) if fills(node) else node
-    views = family(node) if fills(node) else set()
-    early = [user for user in node.users if user < start and user not in views and ops.kind(user) != "shape"]
-    # A view that was taken before the tensor was filled: what reads it later would miss the quantized values.
-    before = [view for view in views if view is not node and view < start]
-    early += [view for view in before if any(user > start and user not in views for user in view.users)]
-    if early:
-        raise ConvertError(
-            f"{planned.site.where} is read by {early[0].name} before {start.name} has filled it: fill it first, or "
-            "leave this site out with ignore"
-        )
-    for writer in sorted(members | set(node.users)):
-        written = {source for source, writes in shared(writer).items() if writes}
-        if writer > start and not written.isdisjoint(members):
-            raise ConvertError(
-                f"{planned.site.where} is overwritten in place by {writer.name} ({writer.target}): use an "
-                "out-of-place op in the model, or leave this site out with ignore"
-            )
+    def number(self, target: Any, *args: Any) -> Any:
+        """Append a call on sizes, such as a sum of two; of numbers alone it is their value."""
+        if not any(isinstance(argument, Node) for argument in args):
+            return target(*args)
+        with self.editor.graph.inserting_after(self.made[-1] if self.made else insertion_point(self.like)):
+            node: Node = self.editor.graph.call_function(target, args)
+        node.meta["val"] = target(*map_arg(args, lambda source: source.meta["val"]))
+        self.made.append(node)
+        return node

@@ -9,8 +9,8 @@ from graphquant.capture import capture
 from graphquant.config import QuantizationConfig
 from graphquant.errors import ConfigError, ConvertError
 from graphquant.graph import find_attention
-from graphquant.passes.editor import insertion_point, readers, refuse_in_place
 from graphquant.passes.modules import SiteFakeQuant, SiteObserver
+from graphquant.passes.placing import insertion_point, readers, refuse_in_place
 from graphquant.passes.prepared import Origin, attach, is_prepared, set_mode
 from graphquant.passes.unlift import Unlifted
 from graphquant.plan import PlannedSite, check_config, make_plan

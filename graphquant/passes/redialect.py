@@ -38,7 +38,8 @@ def redialect(program: ExportedProgram, emit: Emit) -> ExportedProgram:
     Raises:
         ConvertError: the program was rewritten after ``convert``, and a pair is not where its record says.
     """
-    found = [(node.name, record) for node, record in records(program)]
+    # What is stored in a cache is arithmetic for every backend.
+    found = [(node.name, record) for node, record in records(program) if record.stored is None]
     stripped, pairs = _without_pairs(program, found)
     places = {str(spec.target): spec.arg.name for spec in program.graph_signature.input_specs if spec.target}
     with torch.no_grad():

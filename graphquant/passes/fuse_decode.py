@@ -1,0 +1,101 @@
+"""``fuse_decode``: which cores of a program are put into lanes, and the cache of keys in its new shape."""
+
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import Node
+
+from graphquant.errors import ConvertError
+from graphquant.graph import ops
+from graphquant.graph.caches import INDEXED
+from graphquant.passes.editor import ProgramEditor
+from graphquant.passes.lanes import LANES, int32_words, masked, output_of, scores_of
+from graphquant.passes.placing import erase_dead
+from graphquant.passes.stored_reads import StoredCore, StoredRead, stored_cores
+
+aten = torch.ops.aten
+
+
+def fuse_decode(program: ExportedProgram) -> ExportedProgram:
+    """Say the attention of one token a step as lanes of integers; for graphs of one token, packed and folded before.
+
+    The key caches get the shape ``[B, H, W/4, L, 4]``, W bytes a token; logits change by rounding only.
+
+    Raises:
+        ConvertError: no core is one of a single token over 8- or 4-bit integer caches in buffers.
+    """
+    editor = ProgramEditor(program, program.state_dict)
+    cores = [core for core in stored_cores(editor.graph) if _fits(core)]
+    if not cores:
+        raise ConvertError(
+            "no attention reads keys and values of one token a step from integer caches in buffers: capture with "
+            "cache='static' and sequence=1, convert with kv_cache='stored', pack_gqa and fold_scales, then fuse_decode"
+        )
+    with torch.no_grad():
+        for core in cores:
+            _fuse(editor, core)
+        return editor.finish()
+
+
+def _fits(core: StoredCore) -> bool:
+    """Whether a core is one that lanes can say: integer caches of whole int32 words, of one token a step."""
+    given, query = ops.bound(core.node), core.node.args[0]
+    if core.key is None or core.value is None or not isinstance(query, Node):
+        return False
+    value = query.meta["val"]
+    plain = not given["is_causal"] and not given["dropout_p"] and value.dtype == torch.float32
+    return bool(plain and isinstance(value.shape[2], int) and _is_lanes(core.key) and _is_lanes(core.value))
+
+
+def _is_lanes(read: StoredRead) -> bool:
+    """Whether a cache in a buffer holds whole words of integers, one token is written, and no static scale is left."""
+    write, value = read.loaded, read.loaded.meta["val"]
+    if ops.op_name(write) not in INDEXED or value.dim() != 4 or value.shape[-1] % LANES:
+        return False
+    one = _node(write.args[-1]).meta["val"].shape[2] == 1
+    return one and read.args.type != "float" and (read.scale is None or read.args.dynamic)
+
+
+def _node(argument: object) -> Node:
+    assert isinstance(argument, Node)
+    return argument
+
+
+def _fuse(editor: ProgramEditor, core: StoredCore) -> None:
+    key, value, bound = core.key, core.value, ops.bound(core.node)
+    assert key is not None
+    assert value is not None
+    query = _node(bound["query"])
+    words = _in_lanes(editor, key)
+    call = editor.after(core.node.prev)
+    scale = query.meta["val"].shape[-1] ** -0.5 if bound["scale"] is None else bound["scale"]
+    scores = scores_of(call, call(aten.mul.Tensor, query, scale), words, key)
+    if bound["attn_mask"] is not None:
+        scores = masked(call, scores, bound["attn_mask"])
+    top = call(aten.amax.default, scores, [-1], True)
+    weights = call(aten.exp.default, call(aten.sub.Tensor, scores, top))
+    out = output_of(call, weights, call(aten.sum.dim_IntList, weights, [-1], True), value)
+    # The records go to the nodes that read now: the report shows them still.
+    words.meta["custom"], out.meta["custom"] = key.operand.meta["custom"], value.operand.meta["custom"]
+    core.node.replace_all_uses_with(out)
+    erase_dead(core.node)
+    editor.graph.erase_node(key.loaded)  # a write, which nothing reads any more
+
+
+def _in_lanes(editor: ProgramEditor, read: StoredRead) -> Node:
+    """The key cache in its new shape, written that way, as int32 words ``[B, H, W/4, L]``."""
+    write = read.loaded
+    place, written, index = _node(write.args[0]), _node(write.args[-1]), _index(write)
+    batch, heads, length, width = place.meta["val"].shape
+    editor.retype(place, (batch, heads, width // LANES, length, LANES), place.meta["val"].dtype)
+    call = editor.after(write)
+    split = call(aten.reshape.default, written, [batch, heads, 1, width // LANES, LANES])
+    turned = call(aten.permute.default, split, [0, 1, 3, 2, 4])
+    joined = call(aten.index_copy_.default, place, 3, index, turned)
+    return call(aten.squeeze.dim, int32_words(call, joined), -1)
+
+
+def _index(write: Node) -> Any:
+    args = ops.bound(write)
+    return args["index"] if "index" in args else next(entry for entry in args["indices"] if entry is not None)
