@@ -8,7 +8,7 @@ from graphquant.evaluation import Evaluation, evaluate
 from graphquant.graph import find_attention
 from graphquant.loops import calibrate
 from graphquant.measuring import Measurement, measure
-from graphquant.passes import calibration_of, convert, fold_scales, fuse_decode, pack_gqa, prepare, set_mode
+from graphquant.passes import calibration_of, convert, fold_scales, fuse_decode, pack_gqa, prepare, set_mode, specialize
 from graphquant.report import Report, report
 
 __all__ = [
@@ -34,4 +34,5 @@ __all__ = [
     "preset",
     "report",
     "set_mode",
+    "specialize",
 ]

@@ -57,7 +57,10 @@ class Report:
                 "worst_first sorts by SQNR, and nothing was measured: report(source, measure(source, batches))"
             )
         rows = sorted(self.rows, key=sqnr) if worst_first else list(self.rows)
-        text = render([row.cells() for row in rows[:limit]], fmt)
+        cells = [row.cells() for row in rows[:limit]]
+        if all(row.stored is None for row in rows):
+            cells = [{name: cell for name, cell in row.items() if name != "stored in"} for row in cells]
+        text = render(cells, fmt)
         left_out = len(rows) - len(rows[:limit])
         return text + (paragraph(f"{left_out} of {len(rows)} rows left out", fmt) if left_out else "")
 

@@ -24,7 +24,7 @@ class ReportRow:
     """One quantized tensor; ``also`` are further sites that are the same tensor.
 
     ``node`` is the dequantize node of a converted program, the node to be quantized of a prepared one. ``amax`` is the
-    largest |x| in calibration. Figures that are not known are None.
+    largest |x| in calibration; ``stored`` is the cache that holds the codes. Figures that are not known are None.
     """
 
     layer: int
@@ -42,6 +42,7 @@ class ReportRow:
     clipped_percent: float | None = None
     sqnr_db: float | None = None
     max_abs_error: float | None = None
+    stored: str | None = None
 
     @property
     def quantized_as(self) -> str:
@@ -69,6 +70,7 @@ class ReportRow:
             "clipped %": self.clipped_percent,
             "SQNR dB": self.sqnr_db,
             "max abs error": self.max_abs_error,
+            "stored in": self.stored,
         }
 
 
@@ -82,6 +84,7 @@ def program_row(program: ExportedProgram, node: str, record: SiteRecord) -> Repo
         node=node,
         scale_shape=record.scale_shape,
         amax=record.amax,
+        stored=record.stored,
         **_how(args),
         **({} if args.dynamic else _scale_range(stored(program, f"{record.site}_scale"))),
     )

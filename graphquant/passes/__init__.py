@@ -6,5 +6,6 @@ from graphquant.passes.fuse_decode import fuse_decode
 from graphquant.passes.pack_gqa import pack_gqa
 from graphquant.passes.prepare import prepare
 from graphquant.passes.prepared import calibration_of, set_mode
+from graphquant.passes.specialize import specialize
 
-__all__ = ["calibration_of", "convert", "fold_scales", "fuse_decode", "pack_gqa", "prepare", "set_mode"]
+__all__ = ["calibration_of", "convert", "fold_scales", "fuse_decode", "pack_gqa", "prepare", "set_mode", "specialize"]

@@ -30,7 +30,7 @@ def rebuild(
     constants: Mapping[str, Any] | None = None,
     range_constraints: Any = None,
     module_call_graph: Any = None,
-    example_inputs: Any = None,
+    example_inputs: Any = ...,
     guards: Sequence[tuple[str, str]] = (),
 ) -> ExportedProgram:
     """A program like ``program`` with some of its parts replaced; torch's verifier checks the result.
@@ -45,7 +45,7 @@ def rebuild(
         state_dict=dict(program.state_dict if state_dict is None else state_dict),
         range_constraints=program.range_constraints if range_constraints is None else range_constraints,
         module_call_graph=program.module_call_graph if module_call_graph is None else module_call_graph,
-        example_inputs=program.example_inputs if example_inputs is None else example_inputs,
+        example_inputs=program.example_inputs if example_inputs is ... else example_inputs,
         constants=dict(program.constants if constants is None else constants),
         verifiers=[program.verifier],
     )
@@ -72,6 +72,7 @@ class ProgramEditor:
         self.state_dict, self.constants = dict(state_dict), dict(program.constants)
         self.interface = Interface(program)
         self.user_inputs = frozenset(str(name) for name in program.graph_signature.user_inputs)
+        self.ranges = program.range_constraints
         self._values: dict[Any, Any] = {}
         lifted = (InputKind.PARAMETER, InputKind.BUFFER)
         # Placeholders keep torch's order: parameters, buffers, then constants and the user's inputs.
@@ -135,6 +136,7 @@ class ProgramEditor:
             graph=self.graph,
             state_dict=self.state_dict,
             constants=self.constants,
+            range_constraints=self.ranges,
             **self.interface.finish(self.graph, results),
         )
 

@@ -53,8 +53,8 @@ def _is_lanes(read: StoredRead) -> bool:
     write, value = read.loaded, read.loaded.meta["val"]
     if ops.op_name(write) not in INDEXED or value.dim() != 4 or value.shape[-1] % LANES:
         return False
-    one = _node(write.args[-1]).meta["val"].shape[2] == 1
-    return one and read.args.type != "float" and (read.scale is None or read.args.dynamic)
+    one = bool(_node(write.args[-1]).meta["val"].shape[2] == 1)
+    return one and read.args.type != "float" and (read.scale is None or bool(read.args.dynamic))
 
 
 def _node(argument: object) -> Node:

@@ -25,6 +25,7 @@ class Interface:
         self._inputs: dict[str, list[str]] = {}
         self._outputs: dict[str, list[str]] = {}
         self._moved: dict[str, tuple[int, int]] = {}
+        self.drops_example = False
 
     def buffer_of(self, name: str) -> str | None:
         """The buffer behind a placeholder, None behind an input."""
@@ -107,7 +108,7 @@ class Interface:
 
     def _example(self, graph: Graph) -> Any:
         """The example inputs, those of another shape or dtype than before as zeros."""
-        if self.program.example_inputs is None:
+        if self.program.example_inputs is None or self.drops_example:
             return None
         leaves, spec = tree_flatten(self.program.example_inputs)
         values = {node.name: node.meta.get("val") for node in graph.nodes if node.op == "placeholder"}
@@ -141,6 +142,11 @@ def _bindings(names: Sequence[str], values: dict[str, Any], leaves: Sequence[Any
 
 
 def _like(value: Any, same: bool, leaf: Any, sizes: dict[str, int]) -> Any:
+    """An example of a tensor like ``value``: the one there was where it is the same or longer, else zeros."""
     if same or not isinstance(value, torch.Tensor):
         return leaf
+    if leaf.dtype == value.dtype and leaf.dim() == value.dim():
+        fixed = [size if isinstance(size, int) else leaf.shape[dim] for dim, size in enumerate(value.shape)]
+        if all(size <= most for size, most in zip(fixed, leaf.shape, strict=True)):
+            return leaf[tuple(slice(size) for size in fixed)].contiguous()
     return torch.zeros([sizes[str(dim)] if not isinstance(dim, int) else dim for dim in value.shape], dtype=value.dtype)

@@ -23,7 +23,7 @@ from graphquant.passes.editor import CallBuilder, ProgramEditor
 _aten = torch.ops.aten
 _SDPA = _aten.scaled_dot_product_attention.default
 _STATES: Labels = ("B", "H", "S", "D")
-Masks = dict[tuple[Node, int, int], Node]
+_Masks = dict[tuple[Node, int, int], Node]
 _MOVES = ("alias", "permute", "reshape", "slice", "squeeze", "unsqueeze", "expand", "repeat", "repeat_interleave")
 
 
@@ -183,7 +183,7 @@ def _packed(editor: ProgramEditor, found: list[_Grouped]) -> ExportedProgram:
     crossed = {node for match in found for states in (match.key, match.value) for node in states.crossed}
     checks = {user for node in crossed for user in node.users if ops.op_name(user) == "aten::_assert_tensor_metadata"}
     kept = {node for node in editor.graph.nodes if not node.users} - checks
-    masks: Masks = {}
+    masks: _Masks = {}
     for match in found:
         match.core.replace_all_uses_with(_pack(editor, match, masks))
         editor.graph.erase_node(match.core)
@@ -191,7 +191,7 @@ def _packed(editor: ProgramEditor, found: list[_Grouped]) -> ExportedProgram:
     return editor.finish()
 
 
-def _pack(editor: ProgramEditor, match: _Grouped, masks: Masks) -> Node:
+def _pack(editor: ProgramEditor, match: _Grouped, masks: _Masks) -> Node:
     """The result ``[B, Hq, S, Dv]`` of a core's packed form; ``masks`` are those that were packed before."""
     args, call, kv_heads = ops.bound(match.core), editor.after(match.core), match.heads
     query, width, wide = args["query"], int(shape(args["query"])[3]), int(shape(match.core)[3])
@@ -219,7 +219,7 @@ def _size(call: CallBuilder, node: Node, dim: int) -> int | Node:
     return call(_aten.sym_size.int, node, dim) if known is None else known
 
 
-def _mask(editor: ProgramEditor, call: CallBuilder, match: _Grouped, length: int | Node, masks: Masks) -> Node | None:
+def _mask(editor: ProgramEditor, call: CallBuilder, match: _Grouped, length: int | Node, masks: _Masks) -> Node | None:
     """The mask of G·S rows; one that many cores read is packed once, behind it, where nothing can overwrite it."""
     args = ops.bound(match.core)
     mask: Node | None = args["attn_mask"]

@@ -1,0 +1,62 @@
+"""Stored programs of a tiny Llama, made once each, and their logits step by step."""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+
+import graphquant as gq
+from graphquant.loops import runnable
+from tests.tiny import VOCABULARY, tiny_batches, tiny_llama
+
+LENGTH = 16
+TOKENS = torch.randint(0, VOCABULARY, (1, 10), generator=torch.Generator().manual_seed(2))
+
+
+def both(**args: Any) -> gq.QuantizationConfig:
+    """Keys and values as a cache holds them, quantized alike."""
+    kind = gq.QuantizationArgs(**args)
+    scheme = gq.QuantizationScheme(targets=("role:attention",), key_states=kind, value_states=kind)
+    return gq.QuantizationConfig(config_groups={"kv": scheme})
+
+
+def projections(**args: Any) -> gq.QuantizationConfig:
+    """Outputs of k_proj and v_proj, before rotary embedding."""
+    scheme = gq.QuantizationScheme(
+        targets=("role:k_proj", "role:v_proj"), output_activations=gq.QuantizationArgs(**args)
+    )
+    return gq.QuantizationConfig(config_groups={"kv": scheme})
+
+
+@cache
+def captured(kv_heads: int = 2, layers: int = 2, **options: Any) -> ExportedProgram:
+    """A tiny Llama, captured."""
+    return gq.capture(tiny_llama(num_key_value_heads=kv_heads, num_hidden_layers=layers), **options)
+
+
+def static(
+    config: gq.QuantizationConfig, kv_heads: int = 2, length: int = LENGTH, layers: int = 2, **options: Any
+) -> ExportedProgram:
+    """The static program of ``config``, its cache stored, calibrated without a cache."""
+    prepared = gq.prepare(captured(kv_heads, layers), config)
+    calibration = gq.calibrate(prepared, tiny_batches(), progress=False)
+    program = captured(kv_heads, layers, cache="static", max_cache_len=length, **options)
+    return gq.convert(program, calibration, config, kv_cache="stored")
+
+
+def logits(program: ExportedProgram, steps: tuple[int, ...] = (1,) * 10) -> Tensor:
+    """The logits of ten tokens, given in steps."""
+    module, start, found = runnable(program), 0, []
+    with torch.no_grad():
+        for step in steps:
+            positions = torch.arange(start, start + step)
+            found.append(module(input_ids=TOKENS[:, start : start + step], cache_position=positions))
+            start += step
+    return torch.cat(found, dim=1)
+
+
+def calls(program: ExportedProgram, *names: str) -> int:
+    """How many calls of aten ops of these names a program has."""
+    return sum(str(node.target).split(".")[1] in names for node in program.graph.nodes if node.op == "call_function")

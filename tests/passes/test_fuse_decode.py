@@ -1,0 +1,66 @@
+"""fuse_decode: lanes of integers compute what the attention before them computed, in every format that they take."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import graphquant as gq
+from graphquant.errors import ConvertError
+from tests.passes.stored import both, calls, logits, static
+
+INTEGERS = [
+    {"type": kind, "num_bits": bits, "symmetric": symmetric}
+    for kind, bits, symmetric in (
+        ("int", 8, True),
+        ("int", 8, False),
+        ("int", 6, True),
+        ("int", 4, True),
+        ("int", 4, False),
+        ("uint", 8, False),
+        ("uint", 3, False),
+    )
+]
+
+
+def prepared(config: gq.QuantizationConfig, kv_heads: int = 2, length: int = 16, layers: int = 2) -> Any:
+    return gq.fold_scales(gq.pack_gqa(static(config, kv_heads, length, layers, sequence=1)))
+
+
+@pytest.mark.parametrize("number", INTEGERS, ids=str)
+@pytest.mark.parametrize("strategy", ["tensor", "attn_head_channel", "group", "token"])
+def test_lanes_compute_the_same(strategy: str, number: dict[str, Any]) -> None:
+    config = both(strategy=strategy, **number, **({"group_size": 4} if strategy == "group" else {}))
+    before = prepared(config, layers=1)  # in a further layer a rounding may move a value across a tie of its own scale
+    after = gq.fuse_decode(before)
+    assert calls(after, "scaled_dot_product_attention") == 0
+    torch.testing.assert_close(logits(after), logits(before), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("length", [20, 512])
+def test_heads_and_lengths_in_blocks_and_not(kv_heads: int, length: int) -> None:
+    before = prepared(both(strategy="channel", symmetric=False), kv_heads, length)
+    torch.testing.assert_close(logits(gq.fuse_decode(before)), logits(before), rtol=1e-5, atol=1e-6)
+
+
+def test_keys_lie_in_lanes_and_values_by_token() -> None:
+    after = gq.fuse_decode(prepared(both(strategy="channel")))
+    shapes = {name: tuple(value.shape) for name, value in after.constants.items() if "_cache_" in name}
+    assert shapes["key_cache_0"] == (1, 2, 2, 16, 4)
+    assert shapes["value_cache_0"] == (1, 2, 16, 8)
+    assert all(after.constants[name].dtype == torch.int8 for name in shapes)
+    assert [row.site for row in gq.report(after).rows] == [row.site for row in gq.report(prepared(both())).rows]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: gq.fold_scales(gq.pack_gqa(static(both()))),  # more than one token a step
+        lambda: gq.pack_gqa(static(both(), sequence=1)),  # a static scale is left
+        lambda: prepared(both(type="float")),
+    ],
+)
+def test_what_lanes_do_not_take(make: Any) -> None:
+    with pytest.raises(ConvertError, match=r"^no attention reads keys and values of one token a step from integer"):
+        gq.fuse_decode(make())
