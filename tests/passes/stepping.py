@@ -4,8 +4,8 @@ The models are float64: codes are rounded in float32, so a sum in another order,
 across a tie between two codes. What should be equal then is equal to 1e-12, whatever the format.
 """
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM
 import graphquant as gq
 from graphquant.loops import runnable
 from tests.passes.helpers import args
-from tests.passes.modules import HEAD_DIM, Base
+from tests.passes.modules import HEAD_DIM, HEADS, Base, x_of
 from tests.tiny import VOCABULARY, tiny_batches, tiny_llama
 
 LENGTH = 16
@@ -28,6 +28,7 @@ NONE: dict[str, Any] = {}
 CAPTURES: dict[str, dict[str, Any]] = {
     "static": {"cache": "static", "max_cache_len": LENGTH},
     "static-3": {"cache": "static", "max_cache_len": LENGTH, "batch": 3},
+    "one token": {"cache": "static", "max_cache_len": LENGTH, "sequence": 1},
     "inputs": {"cache": "inputs"},
     "none": NONE,
 }
@@ -42,14 +43,15 @@ ONES = {"input_ids": TOKENS, "attention_mask": torch.ones_like(TOKENS)}
 
 
 @cache
-def model(dtype: torch.dtype = torch.float64, layers: int = 1) -> LlamaForCausalLM:
-    return tiny_llama(num_hidden_layers=layers).to(dtype)
+def model(dtype: torch.dtype = torch.float64) -> LlamaForCausalLM:
+    """One layer of 4 heads and 2 KV heads of 8 channels."""
+    return tiny_llama(num_hidden_layers=1).to(dtype)
 
 
 @cache
-def program(form: str, dtype: torch.dtype = torch.float64, layers: int = 1) -> ExportedProgram:
-    """A Llama with one of the ``CAPTURES``."""
-    return gq.capture(model(dtype, layers), **CAPTURES[form])
+def program(form: str, dtype: torch.dtype = torch.float64) -> ExportedProgram:
+    """The model with one of the ``CAPTURES``."""
+    return gq.capture(model(dtype), **CAPTURES[form])
 
 
 def config(
@@ -74,9 +76,9 @@ def setting(place: str, strategy: str, key: str, value: str) -> gq.QuantizationC
 
 
 @cache
-def calibration(place: str, dtype: torch.dtype = torch.float64, layers: int = 1) -> gq.Calibration:
+def calibration(place: str) -> gq.Calibration:
     """Of keys and values at a place, in the program without a cache: it answers every format and strategy."""
-    prepared = gq.prepare(program("none", dtype, layers), config(place, args(), args()))
+    prepared = gq.prepare(program("none"), config(place, args(), args()))
     return gq.calibrate(prepared, tiny_batches(), progress=False)
 
 
@@ -89,10 +91,8 @@ def fake_quantized(chosen: gq.QuantizationConfig, batch: dict[str, Tensor] = ONE
         return prepared(**batch)
 
 
-def stored(
-    form: str, place: str, chosen: gq.QuantizationConfig, dtype: torch.dtype = torch.float64, layers: int = 1
-) -> ExportedProgram:
-    return gq.convert(program(form, dtype, layers), calibration(place, dtype, layers), chosen, kv_cache="stored")
+def stored(form: str, place: str, chosen: gq.QuantizationConfig, dtype: torch.dtype = torch.float64) -> ExportedProgram:
+    return gq.convert(program(form, dtype), calibration(place), chosen, kv_cache="stored")
 
 
 def takes_past(given: ExportedProgram) -> bool:
@@ -154,22 +154,20 @@ def run(given: ExportedProgram, ids: Tensor, steps: Sequence[int] = STEPS, mask:
 class Cached(Base):
     """``(x [B, S, 16], position [S])``: an attention with a cache of 8 tokens, and something ``added`` to its output.
 
-    ``turned`` keys are multiplied by their position (or by an input ``turn [S]``), as rotary embedding does in its way.
+    Keys are ``turned`` (times their position, or times an input ``turn [S]``), as rotary embedding does in its way.
     """
 
-    length = 8
+    length, head_dim = 8, HEAD_DIM
 
-    def __init__(
-        self, added: str = "", turned: str = "", write: str = "index_copy", rows: int = 1, kv_heads: int = 4
-    ) -> None:
-        super().__init__(kv_heads)
+    def __init__(self, added: str = "", turned: str = "", write: str = "index_copy", rows: int = 1) -> None:
+        super().__init__()
         self.added, self.turned, self.write = added, turned, write
         for name in ("keys", "values"):
-            self.register_buffer(name, torch.zeros(rows, kv_heads, self.length, HEAD_DIM), persistent=False)
+            self.register_buffer(name, torch.zeros(rows, HEADS, self.length, self.head_dim), persistent=False)
 
     def forward(self, x: Tensor, position: Tensor, turn: Tensor | None = None) -> Tensor:
         q, k, v = self.qkv(x)
-        if self.turned == "clamped":
+        if self.turned == "in place":
             k = k.clone()
             k.clamp_(-1.0, 1.0)
         elif self.turned:
@@ -182,5 +180,44 @@ class Cached(Base):
             self.values.index_copy_(2, position, v)
         mask = torch.arange(self.length) <= position[:, None]
         out = self.join(F.scaled_dot_product_attention(q, self.keys, self.values, attn_mask=mask))
-        more = {"cache": self.keys.sum(), "states": self.join(k), "output": self.k_proj(x)}
-        return out + more.get(self.added, 0.0) + before
+        more = {"after": self.keys.sum, "states": lambda: self.join(k), "output": lambda: self.k_proj(x)}
+        return out + before + (more[self.added]() if self.added in more else 0.0)
+
+
+class OddCached(Cached):
+    """Heads of three channels: the fourth is left out."""
+
+    head_dim = 3
+
+    def heads(self, x: Tensor) -> Tensor:
+        return super().heads(x)[..., :3]
+
+
+class Growing(Base):
+    """``(x, past keys, past values)`` to the output and the present, of which a ``part`` may be left out."""
+
+    def __init__(self, shared: bool = False, part: int = 0) -> None:
+        super().__init__()
+        self.shared, self.part = shared, part
+
+    def forward(self, x: Tensor, past_keys: Tensor, past_values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self.qkv(x)
+        keys = torch.cat([past_keys, k], 2)
+        values = torch.cat([past_keys if self.shared else past_values, v], 2)
+        out = self.join(F.scaled_dot_product_attention(q, keys, values))
+        return out, keys[:, :, self.part :] if self.part else keys, values
+
+
+def positions(tokens: int, rows: int = 1, **more: Tensor) -> dict[str, Tensor]:
+    """The inputs of a ``Cached`` at its first tokens."""
+    return {"x": x_of(rows, tokens), "position": torch.arange(tokens)} | more
+
+
+def quantizes(
+    module: torch.nn.Module, batch: dict[str, Tensor], chosen: gq.QuantizationConfig
+) -> Callable[..., ExportedProgram]:
+    """``convert`` of a module, calibrated on the batch that it is captured with."""
+    captured = gq.capture(module.eval(), example_kwargs=batch)
+    prepared = gq.prepare(captured, chosen)
+    seen = gq.calibrate(prepared, [batch], progress=False)
+    return partial(gq.convert, captured, seen, chosen)

@@ -78,8 +78,7 @@ def packed(program: ExportedProgram, heads: int = 2) -> ExportedProgram:
 def saved_and_loaded(program: ExportedProgram) -> ExportedProgram:
     file = io.BytesIO()
     torch.export.save(program, file)
-    file.seek(0)
-    return torch.export.load(file)
+    return torch.export.load(io.BytesIO(file.getvalue()))
 
 
 @pytest.mark.parametrize(("heads", "fixture"), [(2, "tiny_program"), (1, "heads_4_1")])
@@ -204,6 +203,7 @@ def under_autocast(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return sdpa(q, interleaved(k), interleaved(v))
 
 
+UNKNOWN = r"how its KV heads were repeated is not understood$"
 TILED = r"\w+ does not put the copies of a KV head side by side$"
 WRITTEN = r"mul_\w* overwrites \w+ or its copies after they were made$"
 SPELLED = r"it is spelled as aten::%s of %d dims: capture the model with attn_implementation='sdpa'$"
@@ -215,11 +215,8 @@ LEFT: dict[str, tuple[Core, str]] = {
     "other groups": (grouped(values=lambda v: repeated(v[:, :1], 4)), r"it has 2 heads of keys and 1 of values$"),
     "values of 4": (grouped(values=lambda v: torch.cat((v, v), 1)), r"it has 2 heads of keys and 4 of values$"),
     "dropout": (grouped(dropout_p=1e-9), r"it drops values out \(dropout_p=1e-09\): call model\.eval\(\)"),
-    "dropout of copies": (
-        grouped(lambda k: F.dropout(repeated(k), 1e-9)),
-        r"how its KV heads were repeated is not unde",
-    ),
-    "casts": (grouped(lambda k: repeated(k.half()).float()), r"how its KV heads were repeated is not understood$"),
+    "dropout of copies": (grouped(lambda k: F.dropout(repeated(k), 1e-9)), UNKNOWN),
+    "casts": (grouped(lambda k: repeated(k.half()).float()), UNKNOWN),
     "softmax": (lambda q, k, v: (q @ repeated(k).mT).softmax(-1) @ repeated(v), SPELLED % ("softmax", 4)),
     "five dims": (lambda q, k, v: sdpa(q.unflatten(1, (2, 2)), k[:, :, None], v[:, :, None]), SPELLED % (r"\w+", 5)),
     "subgraph": (under_autocast, r"it is in the subgraph of \w+: capture the model without autocast in it$"),
