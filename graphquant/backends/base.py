@@ -158,6 +158,10 @@ class Backend(ABC):
     def capability(self, args: QuantizationArgs, layout: TensorLayout) -> Capability:
         """Whether a setting can be lowered with the right numbers."""
 
+    def holds(self, dtype: str, *, in_buffer: bool) -> Capability:
+        """Whether a cache may hold codes as ``dtype``, in a buffer or as an input and an output."""
+        return YES
+
     @abstractmethod
     def compile(self, program: ExportedProgram, example: Batch, options: Mapping[str, Any]) -> Lowered:
         """Compile a program whose pairs are in this backend's dialect."""

@@ -130,7 +130,7 @@ def difference(found: Tensor, expected: Tensor) -> float:
     """The largest |difference|, relative to the largest |value|; infinite where the two are unlike."""
     if _unlike(found, expected):
         return math.inf
-    finite = expected.isfinite()
+    finite = _finite(expected)
     one, other = (value.double()[finite] for value in (found, expected))
     if not other.numel():
         return 0.0
@@ -145,7 +145,7 @@ def rms_difference(found: Tensor, expected: Tensor) -> float:
         return math.inf
     if not expected.numel():
         return 0.0
-    finite = expected.isfinite()
+    finite = _finite(expected)
     one, other = (torch.where(finite, value.double(), 0.0) for value in (found, expected))
     scale = other.square().mean().sqrt().clamp_min(torch.finfo(torch.float32).tiny)
     return float((one - other).square().mean(-1).sqrt().max() / scale)
@@ -157,7 +157,12 @@ def _unlike(found: Tensor, expected: Tensor) -> str:
         return f"it has shape {list(found.shape)}, and the program's {list(expected.shape)}"
     if found.is_floating_point() and found.dtype != expected.dtype:
         return f"it is {found.dtype}, and the program's {expected.dtype}".replace("torch.", "")
-    odd = [values.double()[~expected.isfinite()].nan_to_num() for values in (found, expected)]
-    if not torch.equal(found.isfinite(), expected.isfinite()) or not torch.equal(*odd):
+    odd = [values.double()[~_finite(expected)].nan_to_num() for values in (found, expected)]
+    if not torch.equal(_finite(found), _finite(expected)) or not torch.equal(*odd):
         return "it has NaN or Inf where the program has none, or none where it has"
     return ""
+
+
+def _finite(values: Tensor) -> Tensor:
+    """Which values are finite, of any dtype: torch does not tell of fp8, which a cache may hold."""
+    return values.double().isfinite()

@@ -50,6 +50,14 @@ class ExecuTorch(Backend):
             return Capability(False, "it has no fp8 dtype", "int8, same strategy")
         return YES
 
+    def holds(self, dtype: str, *, in_buffer: bool) -> Capability:
+        """What is in a buffer."""
+        if not in_buffer:
+            return Capability(
+                False, "its memory is planned ahead, and a past has no largest size", 'a cache="static" of its codes'
+            )
+        return YES
+
     def compile(self, program: ExportedProgram, example: Batch, options: Mapping[str, Any]) -> Lowered:
         """Lower with the XNNPACK partitioner; ``max_batch`` and ``max_sequence`` bound the dynamic dims."""
         import executorch.kernels.quantized  # noqa: F401 (registers its quantize and dequantize kernels)

@@ -43,6 +43,12 @@ class Iree(Backend):
             return Capability(False, "its compiler does not end on an asymmetric scale per token", "token, symmetric")
         return YES
 
+    def holds(self, dtype: str, *, in_buffer: bool) -> Capability:
+        """What is one code a byte: two are uint8."""
+        if dtype == "uint8":
+            return Capability(False, "its conversion to uint8 is not right (0.9 off)", "int8, same strategy")
+        return YES
+
     def compile(self, program: ExportedProgram, example: Batch, options: Mapping[str, Any]) -> Lowered:
         """Decompose to core ATen (it has no lowering of ``aten.diff``), and compile for the CPU."""
         from iree.turbine import aot

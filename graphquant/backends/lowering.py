@@ -97,6 +97,14 @@ def refuse(program: ExportedProgram, chosen: Backend) -> None:
                 f"{record.site}: backend {chosen.name!r} does not take {setting.args.summary()} at {record.dims}: "
                 f"{answer.reason}; the nearest that works is {answer.instead}"
             )
+        if record.stored is not None:
+            dtype, target, *_ = record.stored.split()
+            answer = chosen.holds(dtype, in_buffer=target not in program.graph_signature.user_inputs)
+            if not answer.works:
+                raise UnsupportedError(
+                    f"{record.site}: backend {chosen.name!r} does not take the cache {record.stored}: {answer.reason}; "
+                    f"the nearest that works is {answer.instead}"
+                )
     dtypes = {str(value.dtype).removeprefix("torch.") for value in program.parameters() if value.is_floating_point()}
     wrong = sorted(dtypes - set(chosen.dtypes))
     if wrong:

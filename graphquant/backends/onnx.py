@@ -59,6 +59,12 @@ class OnnxRuntime(Backend):
         """Every setting; a per-token scale is ReduceMax, Div and Where."""
         return YES
 
+    def holds(self, dtype: str, *, in_buffer: bool) -> Capability:
+        """All but fp8."""
+        if dtype.startswith("float8"):
+            return Capability(False, "its Concat takes no fp8", "int8, same strategy")
+        return YES
+
     def compile(self, program: ExportedProgram, example: Batch, options: Mapping[str, Any]) -> Lowered:
         """Export, check, and open a session."""
         inputs = Inputs.of(program)

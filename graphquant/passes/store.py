@@ -23,6 +23,7 @@ from graphquant.passes.dialects import Qparams, Spread, emit_codes, emit_values,
 from graphquant.passes.editor import CallBuilder, ProgramEditor
 from graphquant.passes.placing import readers
 from graphquant.passes.replay import Replay, cone
+from graphquant.passes.slots import slot_positions
 from graphquant.passes.storage import Storage
 from graphquant.plan import PlannedSite, QuantizationPlan
 from graphquant.records import node_name
@@ -68,6 +69,11 @@ def plan_storage(program: ExportedProgram, sites: AttentionSites, plan: Quantiza
         roles = (f"{cache.operand}_states", f"{LETTERS[cache.operand]}_proj.output")
         held = [site.key for role in roles if layer is not None and (site := layer.site(role)) is not None]
         key = next((planned[key] for key in held if key in planned), None)
+        if key in found:
+            raise ConvertError(
+                f"{key} is one tensor in two caches, {found[key].target} and {cache.target}: give each its own, or "
+                "leave it out with ignore"
+            )
         if key is not None:
             found[key] = cache
     if not found:
@@ -179,24 +185,10 @@ def _replayed(
         )
     total: Any = place.meta["val"].shape[dim] if cache.is_buffer else call(aten.sym_size.int, joined, dim)
     sizes = {str(sequence): total} | dict.fromkeys(storing.pasts, 0)
-    positions = _positions(call.editor.nodes[cache.write], call.editor.user_inputs) if cache.is_buffer else None
+    positions = None
+    if cache.is_buffer:
+        positions = slot_positions(call.editor.nodes[cache.write], call.editor.user_inputs, total, planned.site.where)
     return Replay(call, total, sizes, positions, planned.site.where).run(states, x, values)
-
-
-def _positions(write: Node, inputs: frozenset[str]) -> Node | None:
-    """The input that says at which positions a cache is written."""
-    stack = [index for index in (*write.args[1:3], *write.kwargs.values()) if index is not None]
-    seen: set[Node] = set()
-    leaves = [node for entry in stack for node in (entry if isinstance(entry, list | tuple) else [entry])]
-    queue = [node for node in leaves if isinstance(node, Node) and not node.meta["val"].is_floating_point()]
-    while queue:
-        node = queue.pop()
-        if node.name in inputs:
-            return node
-        fresh = [source for source in ops.tensor_inputs(node) if source not in seen]
-        seen.update(fresh)
-        queue.extend(fresh)
-    return None
 
 
 def _rewire(editor: ProgramEditor, write: Node, read: Node, joined: list[Node]) -> None:
