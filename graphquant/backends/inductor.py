@@ -44,6 +44,14 @@ class Inductor(Backend):
         """Every setting."""
         return YES
 
+    def holds(self, dtype: str, *, in_buffer: bool) -> Capability:
+        """What is in a buffer: torch decomposes a past of codes by checks of the floats that it was."""
+        if not in_buffer:
+            return Capability(
+                False, "torch checks a past of codes as the floats that it was", 'a cache="static" of its codes'
+            )
+        return YES
+
     def compile(self, program: ExportedProgram, example: Batch, options: Mapping[str, Any]) -> Lowered:
         """Compile to a package in a temporary folder, and load it; or with torch.compile, where ``form`` says so.
 

@@ -136,14 +136,6 @@ def test_inductor_on_rows_that_share_their_positions() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cell", [TOKEN, FP8], ids=lambda cell: cell[2])
-def test_inductor_on_a_cache_of_inputs(cell: Cell) -> None:
-    given = made("inputs", cell)
-    artifact = lowered(given, "inductor", STEPS[:3], rows=2, **COMPILE)
-    check(artifact, given, (3, 1, 2), rows=1)
-
-
-@pytest.mark.slow
 @needs("executorch")
 @pytest.mark.parametrize(
     ("form", "cell", "passes", "steps"),
