@@ -49,6 +49,8 @@ def rebuild(
         constants=dict(program.constants if constants is None else constants),
         verifiers=[program.verifier],
     )
+    # Made anew, the checks would name the inputs by the places that they had when they were captured.
+    made._guards_code = list(program._guards_code)
     for old, new in guards:
         made._guards_code = [check.replace(old, new) for check in made._guards_code]
     return made
