@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from smollm2 import first_layers
 from tabulate import tabulate
 
 import graphquant as gq
 from graphquant.backends import BACKENDS
 from graphquant.data import batches, split_rows, token_rows, topics_text
-from graphquant.models import load_model
 
 FLOAT = "float"
 PRESETS = ("int8-kv-attn-head", "int8-kv-token")
@@ -34,10 +34,8 @@ TOKENS = 256
 
 def program(name: str, layers: int) -> tuple[torch.export.ExportedProgram, dict[str, torch.Tensor]]:
     """SmolLM2 with its first ``layers``, in float or with a preset, and a batch of 256 tokens."""
-    loaded = load_model("smollm2")
-    model: Any = loaded.model
-    model.model.layers = model.model.layers[:layers]
-    model.config.num_hidden_layers = layers
+    loaded = first_layers(layers)
+    model = loaded.model
     rows, held_out = split_rows(token_rows(loaded.tokenizer, topics_text(), TOKENS), 2, 1)
     captured, batch = gq.capture(model), batches(held_out)[0]
     if name == FLOAT:

@@ -14,22 +14,20 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from smollm2 import cache_bytes, first_layers
 from tabulate import tabulate
 
 import graphquant as gq
 from graphquant.data import batches, split_rows, token_rows, topics_text
 from graphquant.loops import runnable
-from graphquant.models import load_model
 
 FORMS = ("float, as exported", "float, packed", "int8 stored, lanes", "int4 stored, lanes")
 
 
 def program(form: str, context: int, layers: int) -> torch.export.ExportedProgram:
     """The decode program of a form, with a cache of ``context`` tokens."""
-    loaded = load_model("smollm2")
-    model: Any = loaded.model
-    model.model.layers = model.model.layers[:layers]
-    model.config.num_hidden_layers = layers
+    loaded = first_layers(layers)
+    model = loaded.model
     decode = gq.capture(model, cache="static", max_cache_len=context, sequence=1)
     if "stored" not in form:
         return gq.pack_gqa(decode) if "packed" in form else decode
@@ -48,7 +46,7 @@ def serve(pipe: Connection, form: str, context: int, layers: int, threads: int) 
     inputs = {"input_ids": torch.tensor([[1]]), "cache_position": torch.tensor([context - 1])}
     with torch.no_grad():
         step(**inputs)
-        pipe.send(sum(value.nbytes for name, value in made.constants.items() if "_cache_" in name))
+        pipe.send(cache_bytes(made))
         while pipe.recv():
             start = time.perf_counter()
             step(**inputs)

@@ -10,13 +10,13 @@ import argparse
 from typing import Any
 
 import torch
+from smollm2 import cache_bytes, first_layers
 from tabulate import tabulate
 from tqdm import tqdm
 
 import graphquant as gq
 from graphquant.data import batches, split_rows, token_rows, topics_text
 from graphquant.loops import runnable
-from graphquant.models import load_model
 
 PRESETS = ("int8-kv-attn-head", "int8-kv-token", "int4-kv-attn-head-channel", "int4-kproj-v")
 
@@ -36,7 +36,7 @@ def compared(
         expected, found = (module(**inputs)[:, -1] for module in modules)
         worst = max(worst, float((found - expected).abs().max() / expected.abs().max()))
         same += int(torch.equal(found.argmax(-1), expected.argmax(-1)))
-    held, floats = (_bytes(program) for program in (stored, decode))
+    held, floats = (cache_bytes(program) for program in (stored, decode))
     return {
         "preset": preset,
         "steps": len(steps),
@@ -48,10 +48,6 @@ def compared(
     }
 
 
-def _bytes(program: torch.export.ExportedProgram) -> int:
-    return sum(value.nbytes for name, value in program.constants.items() if "_cache_" in name)
-
-
 def main() -> None:
     """Run the comparison."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -60,10 +56,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--layers", type=int, default=30)
     options = parser.parse_args()
-    loaded = load_model("smollm2")
-    model: Any = loaded.model
-    model.model.layers = model.model.layers[: options.layers]
-    model.config.num_hidden_layers = options.layers
+    loaded = first_layers(options.layers)
+    model = loaded.model
     length = options.prefill + options.steps
     rows, held_out = split_rows(token_rows(loaded.tokenizer, topics_text(), max(256, length)), 2, 1)
     tokens = batches(held_out)[0]["input_ids"][:1, :length]

@@ -109,6 +109,17 @@ def refuse_converted(program: ExportedProgram) -> None:
 def records(program: ExportedProgram) -> Iterator[tuple[Node, SiteRecord]]:
     """The dequantize nodes of a converted program with their records, in program order."""
     for node in program.graph.nodes:
-        data = (node.meta.get("custom") or {}).get(RECORD)
-        if data and data.get("part") == "dequantize":
-            yield node, SiteRecord.from_dict(data)
+        record = record_of(node)
+        if record is not None:
+            yield node, record
+
+
+def record_of(node: Node) -> SiteRecord | None:
+    """The record of a dequantize node; None of any other."""
+    return SiteRecord.from_dict(told_by(node)) if told_by(node).get("part") == "dequantize" else None
+
+
+def told_by(node: Node) -> Mapping[str, Any]:
+    """What ``convert`` noted on a node of a pair; nothing on any other."""
+    noted: Mapping[str, Any] = (node.meta.get("custom") or {}).get(RECORD) or {}
+    return noted

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from graphquant.graph import ops
 from graphquant.graph.core import Core, find_cores
-from graphquant.graph.layout_walk import Place, walk
+from graphquant.graph.layout_walk import walk
 from graphquant.graph.products import Operand
 
 INDEXED = ("aten::index_copy", "aten::index_copy_", "aten::index_put", "aten::index_put_")
@@ -65,7 +65,7 @@ def _caches(core: Core, operand: str, read: Operand, buffers: dict[str, str]) ->
                 is_buffer=source.name in buffers,
                 write=place.node.name,
                 states=states.node.name,
-                dim=_sequence_dim(place),
+                dim=place.labels.index("S"),
                 reader=core.anchor.name if reader is None else reader.node.name,
             )
 
@@ -79,5 +79,9 @@ def stored_in(write: Node) -> Node:
     return node
 
 
-def _sequence_dim(place: Place) -> int:
-    return place.labels.index("S")
+def slots(write: Node) -> Node:
+    """Where along the sequence an indexed write puts the states: the index of ``index_copy``, or of ``index_put``."""
+    args = ops.bound(write)
+    index = args["index"] if "index" in args else next(entry for entry in args["indices"] if entry is not None)
+    assert isinstance(index, Node)
+    return index

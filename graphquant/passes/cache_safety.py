@@ -21,15 +21,11 @@ def refuse_unsafe(program: ExportedProgram, found: Mapping[str, Cache]) -> None:
     """
     nodes = {node.name: node for node in program.graph.nodes}
     owners = _owners(program)
-    taken: dict[str, str] = {}
     for key, cache in found.items():
         where = f"the cache {cache.target} of {key}"
         shares = [other for other in owners.get(cache.target, []) if other != cache.target]
         if cache.is_buffer and shares:
             raise ConvertError(f"{where} shares its memory with {shares[0]}: give each its own, or leave one out")
-        other = taken.setdefault(cache.place, key)
-        if other != key:
-            raise ConvertError(f"{where} is the one of {other} too: give each its own, or ignore both")
         _refuse_write(nodes[cache.write], cache, where)
         reader = _foreign_reader(nodes, cache)
         if reader is not None:

@@ -6,6 +6,7 @@ signature lists buffers. It was written for torch 2.13.
 
 import copy
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from graphquant.errors import ConvertError
+from graphquant.graph.writes import written_buffers
 from graphquant.passes.interface import Interface
 from graphquant.passes.placing import insertion_point
 from graphquant.records import node_name
@@ -84,6 +86,13 @@ class ProgramEditor:
         self._fake_mode = next(
             value.fake_mode for node in placeholders if hasattr(value := node.meta.get("val"), "fake_mode")
         )
+
+    @cached_property
+    def written_inputs(self) -> frozenset[str]:
+        """The placeholders of buffers that the program writes to."""
+        signature, written = self.program.graph_signature, set(written_buffers(self.program))
+        names = signature.inputs_to_buffers | signature.inputs_to_lifted_tensor_constants
+        return frozenset(name for name, target in names.items() if target in written)
 
     def constant(self, target: str, value: Tensor, *, written: bool = False) -> Node:
         """A new buffer of the program: a constant in its state dict, or one that it writes to, which no file keeps."""
@@ -180,9 +189,8 @@ class CallBuilder:
 
     def __call__(self, target: Any, *args: Any, name: str | None = None, **kwargs: Any) -> Node:
         """Append ``target(*args, **kwargs)``; a ``name`` must be free."""
-        graph = self.editor.graph
-        with graph.inserting_after(self.made[-1] if self.made else insertion_point(self.like)):
-            node: Node = graph.create_node("call_function", target, args, kwargs, name=name)
+        with self._here():
+            node: Node = self.editor.graph.create_node("call_function", target, args, kwargs, name=name)
         if name is not None and node.name != name:
             raise ConvertError(f"the program already has a node named {name}: it was converted before")
         node.meta["val"] = self.editor.value_of(target, args, kwargs)
@@ -196,8 +204,12 @@ class CallBuilder:
         """Append a call on sizes, such as a sum of two; of numbers alone it is their value."""
         if not any(isinstance(argument, Node) for argument in args):
             return target(*args)
-        with self.editor.graph.inserting_after(self.made[-1] if self.made else insertion_point(self.like)):
+        with self._here():
             node: Node = self.editor.graph.call_function(target, args)
         node.meta["val"] = target(*map_arg(args, lambda source: source.meta["val"]))
         self.made.append(node)
         return node
+
+    def _here(self) -> Any:
+        """Behind what was appended last."""
+        return self.editor.graph.inserting_after(self.made[-1] if self.made else insertion_point(self.like))

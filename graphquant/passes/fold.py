@@ -58,11 +58,8 @@ def fold_scales(
 
 
 def _is_foldable(read: StoredRead) -> bool:
-    return read.scale is not None and not read.args.dynamic and set(read.operand.users) <= _sdpa_users(read.operand)
-
-
-def _sdpa_users(node: Node) -> set[Node]:
-    return {user for user in node.users if ops.kind(user) == "sdpa"} if len(node.users) == 1 else set()
+    """Whether a static scale is still there, and nothing but the core reads the values."""
+    return read.scale is not None and not read.args.dynamic and len(read.operand.users) == 1
 
 
 def _unscaled(editor: ProgramEditor, read: StoredRead) -> Node:

@@ -1,14 +1,12 @@
 """``fuse_decode``: which cores of a program are put into lanes, and the cache of keys in its new shape."""
 
-from typing import Any
-
 import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
 from graphquant.errors import ConvertError
 from graphquant.graph import ops
-from graphquant.graph.caches import INDEXED
+from graphquant.graph.caches import INDEXED, slots
 from graphquant.passes.editor import ProgramEditor
 from graphquant.passes.lanes import LANES, int32_words, masked, output_of, scores_of
 from graphquant.passes.placing import erase_dead
@@ -86,7 +84,7 @@ def _fuse(editor: ProgramEditor, core: StoredCore) -> None:
 def _in_lanes(editor: ProgramEditor, read: StoredRead) -> Node:
     """The key cache in its new shape, written that way, as int32 words ``[B, H, W/4, L]``."""
     write = read.loaded
-    place, written, index = _node(write.args[0]), _node(write.args[-1]), _index(write)
+    place, written, index = _node(write.args[0]), _node(write.args[-1]), slots(write)
     batch, heads, length, width = place.meta["val"].shape
     editor.retype(place, (batch, heads, width // LANES, length, LANES), place.meta["val"].dtype)
     call = editor.after(write)
@@ -94,8 +92,3 @@ def _in_lanes(editor: ProgramEditor, read: StoredRead) -> Node:
     turned = call(aten.permute.default, split, [0, 1, 3, 2, 4])
     joined = call(aten.index_copy_.default, place, 3, index, turned)
     return call(aten.squeeze.dim, int32_words(call, joined), -1)
-
-
-def _index(write: Node) -> Any:
-    args = ops.bound(write)
-    return args["index"] if "index" in args else next(entry for entry in args["indices"] if entry is not None)

@@ -16,7 +16,7 @@ from graphquant.errors import ConvertError
 from graphquant.numerics import TensorLayout
 from graphquant.passes.dialects import Emit, Names, Qparams
 from graphquant.passes.editor import ProgramEditor
-from graphquant.records import RECORD, SiteRecord, node_name, records
+from graphquant.records import SiteRecord, node_name, records, told_by
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def _without_pairs(
 
 
 def _part(node: Node) -> str:
-    return str(((node.meta.get("custom") or {}).get(RECORD) or {}).get("part", ""))
+    return str(told_by(node).get("part", ""))
 
 
 def _between(x: Node, dequantize: Node) -> dict[Node, None]:

@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 
 from graphquant.errors import ConvertError
 from graphquant.graph import ops
-from graphquant.graph.writes import shared, written_buffers
+from graphquant.graph.writes import shared
 from graphquant.passes.editor import CallBuilder
 
 aten = torch.ops.aten
@@ -46,14 +46,6 @@ class Replay:
     ) -> None:
         self._call, self._total, self._sizes, self._where = call, total, sizes, where
         self._positions = positions
-        signature, written = call.editor.program.graph_signature, set(written_buffers(call.editor.program))
-        names = signature.inputs_to_buffers | signature.inputs_to_lifted_tensor_constants
-        self._written = {name for name, target in names.items() if target in written}
-        if positions is not None and positions.meta["val"].dim() != 1:
-            raise ConvertError(
-                f"{where} cannot be stored: its positions {positions.name} have {positions.meta['val'].dim()} dims; "
-                "expected one position a token, [S]; quantize the states instead"
-            )
         self._copies: dict[Node, Any] = {}
 
     def run(self, end: Node, start: Node, values: Node) -> Node:
@@ -90,7 +82,7 @@ class Replay:
                     f"{self._where} cannot be stored: what follows it reads the input {node.name}, whose values for "
                     "the earlier tokens are gone; quantize the states instead"
                 )
-            if node.name in self._written:
+            if node.name in self._call.editor.written_inputs:
                 raise ConvertError(
                     f"{self._where} cannot be stored: what follows it reads the state {node.name}, which "
                     "was another for the earlier tokens; quantize the states instead"

@@ -13,6 +13,7 @@ from torch.fx.node import map_arg
 
 from graphquant.errors import ConvertError
 from graphquant.graph import ops
+from graphquant.graph.caches import slots
 
 _TOKENS = 3
 
@@ -23,8 +24,7 @@ def slot_positions(write: Node, inputs: frozenset[str], length: int, where: str)
     Raises:
         ConvertError: the slots are no positions that an input gives, or wrap around.
     """
-    args = ops.bound(write)
-    index = args["index"] if "index" in args else next(entry for entry in args["indices"] if entry is not None)
+    index = slots(write)
     positions = _source(index, inputs)
     if positions is not None:
         for start in (0, 1, length - 1, length, 3 * length + 1):

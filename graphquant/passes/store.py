@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from graphquant.errors import ConvertError
 from graphquant.graph import AttentionSites, ops
-from graphquant.graph.caches import Cache, find_caches
+from graphquant.graph.caches import Cache, find_caches, slots
 from graphquant.graph.sites import LETTERS
 from graphquant.passes.cache_safety import refuse_unsafe
 from graphquant.passes.dialects import Qparams, Spread, emit_codes, emit_values, spread_qparams
@@ -113,13 +113,13 @@ def store(
     read = _replayed(later, values, (states, x), storing, planned, joined[""])
     _rewire(editor, write, read, list(joined.values()))
     _erase_dead([*between, write])
-    left = [user for user in wanting if user in x.users and not _is_made(user, call)]
+    left = [user for user in wanting if user in x.users and user not in call.made]
     if left:
         local = editor.after(parts[""])
         again = emit_values(local, storage.load(local, parts[""]), spread, dtype, f"{prefix}_dequantize_now")
         for user in left:
             user.replace_input_with(x, again)
-    return Stored(parts[""], values, _words(editor, storage, cache, joined[""]))
+    return Stored(parts[""], values, _words(editor, storage, cache))
 
 
 def _token_parts(call: CallBuilder, spread: Spread, storage: Storage) -> dict[str, Node]:
@@ -159,13 +159,11 @@ def _joined(
 
 def _written(call: CallBuilder, write: Node, place: Node, part: Node, dim: int) -> Node:
     """The call of ``write`` on another cache and other values, along ``dim``."""
-    args = ops.bound(write)
     if ops.kind(write) == "cat":
         return call(aten.cat.default, [place, part], dim)
-    if "index" in args:
-        return call(write.target, place, dim, args["index"], part)
-    index = next(index for index in args["indices"] if index is not None)
-    return call(write.target, place, [None] * dim + [index], part)
+    if "index" in ops.bound(write):
+        return call(write.target, place, dim, slots(write), part)
+    return call(write.target, place, [None] * dim + [slots(write)], part)
 
 
 def _replayed(
@@ -210,11 +208,6 @@ def _erase_dead(nodes: list[Node]) -> None:
             node.graph.erase_node(node)
 
 
-def _is_made(user: Node, call: CallBuilder) -> bool:
-    return user in call.made
-
-
-def _words(editor: ProgramEditor, storage: Storage, cache: Cache, joined: Node) -> str:
-    place = editor.nodes[cache.place].meta["val"]
-    shape = ", ".join(map(str, place.shape))
+def _words(editor: ProgramEditor, storage: Storage, cache: Cache) -> str:
+    shape = ", ".join(map(str, editor.nodes[cache.place].meta["val"].shape))
     return f"{str(storage.dtype).removeprefix('torch.')} {cache.target} [{shape}]"

@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 from graphquant.config import QuantizationArgs
 from graphquant.graph import ops
 from graphquant.graph.shapes import static
-from graphquant.records import RECORD, SiteRecord
+from graphquant.records import SiteRecord, record_of, records
 
 aten = torch.ops.aten
 SDPA = aten.scaled_dot_product_attention.default
@@ -24,13 +24,13 @@ SDPA = aten.scaled_dot_product_attention.default
 class StoredRead:
     """One operand ``[B, H, L, D]`` of a core, read from a stored cache.
 
-    ``operand`` is what the core reads, ``codes`` the codes in float32, ``loaded`` the cache as it was read, in its own
-    dtype; ``shift`` is subtracted from the codes and ``scale`` multiplies them, where they are still there.
+    ``operand`` is what the core reads, ``shifted`` the codes less their zero point in float32, ``loaded`` the cache as
+    it was read, in its own dtype; ``shift`` was subtracted and ``scale`` multiplies, where they are still there.
     """
 
     operand: Node
     record: SiteRecord
-    codes: Node
+    shifted: Node
     loaded: Node
     shift: Node | None
     scale: Node | None
@@ -39,15 +39,6 @@ class StoredRead:
     def args(self) -> QuantizationArgs:
         """How the cache is quantized."""
         return self.record.quantization_args
-
-    @property
-    def shifted(self) -> Node:
-        """The codes less their zero point, float32."""
-        return self.codes if self.shift is None else next(user for user in self.codes.users if _reads(user, self.shift))
-
-
-def _reads(user: Node, shift: Node) -> bool:
-    return user.target is aten.sub.Tensor and user.args[1] is shift
 
 
 @dataclass(frozen=True)
@@ -73,15 +64,12 @@ def stored_cores(graph: Graph) -> Iterator[StoredCore]:
 
 def stored_read(operand: Node) -> StoredRead | None:
     """How ``operand`` is read from a stored cache of states ``[B, H, L, D]``; None where it is not."""
-    data = (operand.meta.get("custom") or {}).get(RECORD)
-    if not data or data.get("part") != "dequantize" or not data.get("stored"):
+    record = record_of(operand)
+    if record is None or record.stored is None or record.tensor_layout.kind != "states":
         return None
-    record = SiteRecord.from_dict(data)
-    if record.tensor_layout.kind != "states":
-        return None
-    node, scale = _undone(_uncast(operand), aten.mul.Tensor)
-    codes, shift = _undone(node, aten.sub.Tensor)
-    return StoredRead(operand, record, codes, _loaded(codes), shift, scale)
+    shifted, scale = _undone(_uncast(operand), aten.mul.Tensor)
+    codes, shift = _undone(shifted, aten.sub.Tensor)
+    return StoredRead(operand, record, shifted, _loaded(codes), shift, scale)
 
 
 def _undone(node: Node, target: Any) -> tuple[Node, Node | None]:
@@ -107,4 +95,4 @@ def _loaded(codes: Node) -> Node:
 
 def has_caches(program: ExportedProgram) -> bool:
     """Whether any cache of the program is stored."""
-    return any(((node.meta.get("custom") or {}).get(RECORD) or {}).get("stored") for node in program.graph.nodes)
+    return any(record.stored is not None for _, record in records(program))

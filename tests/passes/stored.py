@@ -3,16 +3,13 @@
 from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
 import graphquant as gq
-from graphquant.loops import runnable
-from tests.tiny import VOCABULARY, tiny_batches, tiny_llama
-
-LENGTH = 16
-TOKENS = torch.randint(0, VOCABULARY, (1, 10), generator=torch.Generator().manual_seed(2))
+from tests.passes import stepping
+from tests.passes.stepping import run
+from tests.tiny import tiny_batches, tiny_llama
 
 
 def both(**args: Any) -> gq.QuantizationConfig:
@@ -37,7 +34,7 @@ def captured(kv_heads: int = 2, layers: int = 2, **options: Any) -> ExportedProg
 
 
 def static(
-    config: gq.QuantizationConfig, kv_heads: int = 2, length: int = LENGTH, layers: int = 2, **options: Any
+    config: gq.QuantizationConfig, kv_heads: int = 2, length: int = stepping.LENGTH, layers: int = 2, **options: Any
 ) -> ExportedProgram:
     """The static program of ``config``, its cache stored, calibrated without a cache."""
     prepared = gq.prepare(captured(kv_heads, layers), config)
@@ -48,13 +45,7 @@ def static(
 
 def logits(program: ExportedProgram, steps: tuple[int, ...] = (1,) * 10) -> Tensor:
     """The logits of ten tokens, given in steps."""
-    module, start, found = runnable(program), 0, []
-    with torch.no_grad():
-        for step in steps:
-            positions = torch.arange(start, start + step)
-            found.append(module(input_ids=TOKENS[:, start : start + step], cache_position=positions))
-            start += step
-    return torch.cat(found, dim=1)
+    return run(program, stepping.TOKENS[:1], steps)
 
 
 def calls(program: ExportedProgram, *names: str) -> int:
