@@ -206,12 +206,17 @@ def _pack(editor: ProgramEditor, match: _Grouped, masks: _Masks) -> Node:
     rows = call(_SDPA, packed, key, value, *([] if mask is None else [mask]), scale=scale)
     batch = _size(call, rows, 0)
     if not same_shape(match.core.meta["val"].stride()[1:3], (wide, heads * wide)):
-        return call(_aten.reshape.default, rows, [batch, heads, length, wide])
+        return call(_aten.reshape.default, _copied(call, rows), [batch, heads, length, wide])
     # [B, S, Hq, Dv] in memory, as torch's fused kernels leave it: what follows may be a view that needs that.
     split = call(_aten.reshape.default, rows, [batch, kv_heads, match.groups, length, wide])
     moved = call(_aten.permute.default, split, [0, 3, 1, 2, 4])
-    joined = call(_aten.contiguous.default, call(_aten.reshape.default, moved, [batch, length, heads, wide]))
+    joined = call(_aten.reshape.default, _copied(call, moved), [batch, length, heads, wide])
     return call(_aten.transpose.int, joined, 1, 2)
+
+
+def _copied(call: CallBuilder, node: Node) -> Node:
+    """A copy whose heads can be merged in a view, whatever strides a compiler's own attention leaves."""
+    return call(_aten.clone.default, node, memory_format=torch.contiguous_format)
 
 
 def _size(call: CallBuilder, node: Node, dim: int) -> int | Node:
