@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from allocator import keep_memory
 from tabulate import tabulate
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -22,7 +23,8 @@ from graphquant.loops import runnable
 
 SHAPES = {"smollm2": (9, 3, 64), "llama3-8b": (32, 8, 128)}
 """Query heads, KV heads, head_dim."""
-BASE = "bf16, packed"
+BASE, CONTRACTED = "bf16, packed", "contracted"
+"""``contracted``: compiled so that a product and the sum it goes into may be one instruction, rounded once."""
 
 
 class Attention(nn.Module):
@@ -73,10 +75,12 @@ def programs(shape: tuple[int, int, int], length: int) -> dict[str, tuple[torch.
         )
         stored = gq.pack_gqa(gq.convert(made["fp32"], calibration, config, kv_cache="stored"))
         folded = gq.fold_scales(stored)
+        lanes = gq.fuse_decode(folded)
         found |= {
             f"int{bits} stored, packed": (stored, torch.float32),
             f"int{bits} stored, packed, folded": (folded, torch.float32),
-            f"int{bits} stored, packed, folded, lanes": (gq.fuse_decode(folded), torch.float32),
+            f"int{bits} stored, packed, folded, lanes": (lanes, torch.float32),
+            f"int{bits} the same, {CONTRACTED}": (lanes, torch.float32),
         }
     return found
 
@@ -104,7 +108,8 @@ def run(name: str, length: int, rounds: int, bandwidth: float) -> list[dict[str,
     shape, calls, sizes, outputs = SHAPES[name], {}, {}, {}
     for form, (program, dtype) in tqdm(programs(shape, length).items(), desc=f"{name} {length}", leave=False):
         torch._dynamo.reset()
-        module = torch.compile(runnable(program), dynamic=False)
+        options = {"cpp.enable_floating_point_contract_flag": "fast"} if CONTRACTED in form else {}
+        module = torch.compile(runnable(program), dynamic=False, options=options)
         for position in range(8):  # a cache with something in it
             outputs[form] = module(**batch(*shape, dtype, position))
         last = batch(*shape, dtype, length - 1)
@@ -130,6 +135,14 @@ def run(name: str, length: int, rounds: int, bandwidth: float) -> list[dict[str,
     ]
 
 
+def side_by_side(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The ratios alone, a row a form and a column a shape and length."""
+    table: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        table.setdefault(row["form"], {"form": row["form"]})[f"{row['shape']} {row['L']}"] = row["ratio"]
+    return list(table.values())
+
+
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -139,6 +152,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    keep_memory()
     bandwidth = read_bandwidth()
     isa = torch.backends.cpu.get_cpu_capability()
     print(f"{options.threads} thread(s), {isa}, read bandwidth {bandwidth / 1e9:.1f} GB/s")
@@ -150,6 +164,8 @@ def main() -> None:
             for row in run(shape, length, options.rounds, bandwidth)
         ]
     print(tabulate(rows, headers="keys", tablefmt="github", floatfmt=("", "", "", ".0f", ".2f", "", "", ".1e")))
+    print(f"\nRatios to {BASE}, {options.threads} thread(s):\n")
+    print(tabulate(side_by_side(rows), headers="keys", tablefmt="github", floatfmt=".2f"))
 
 
 if __name__ == "__main__":

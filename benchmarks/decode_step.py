@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from allocator import keep_memory
 from smollm2 import cache_bytes, first_layers
 from tabulate import tabulate
 
@@ -21,7 +22,13 @@ import graphquant as gq
 from graphquant.data import batches, split_rows, token_rows, topics_text
 from graphquant.loops import runnable
 
-FORMS = ("float, as exported", "float, packed", "int8 stored, lanes", "int4 stored, lanes")
+FORMS = (
+    "float, as exported",
+    "float, packed",
+    "int8 stored, lanes",
+    "int4 stored, lanes",
+    "int8 stored, lanes, contracted",
+)
 
 
 def program(form: str, context: int, layers: int) -> torch.export.ExportedProgram:
@@ -41,8 +48,10 @@ def program(form: str, context: int, layers: int) -> torch.export.ExportedProgra
 def serve(pipe: Connection, form: str, context: int, layers: int, threads: int) -> None:
     """Compile one form and say the bytes of its cache; then time a step whenever the parent asks."""
     torch.set_num_threads(threads)
+    keep_memory()
     made = program(form, context, layers)
-    step = torch.compile(runnable(made), dynamic=False)
+    compiler = {"cpp.enable_floating_point_contract_flag": "fast"} if "contracted" in form else {}
+    step = torch.compile(runnable(made), dynamic=False, options=compiler)
     inputs = {"input_ids": torch.tensor([[1]]), "cache_position": torch.tensor([context - 1])}
     with torch.no_grad():
         step(**inputs)

@@ -22,6 +22,7 @@ from graphquant.records import records
 
 FORMS = ("package", "compile")
 """``package`` is compiled ahead of time and saved as a file; ``compile`` is torch.compile, in this process."""
+_CONTRACT = "cpp.enable_floating_point_contract_flag"
 _INTEGER_KERNELS = ("_weight_int8pack_mm", "onednn::qlinear", "onednn::qconv", "_int_mm")
 
 
@@ -33,7 +34,7 @@ class Inductor(Backend):
     modules = ()
     suffix = ".pt2"
     tolerance = 2e-5  # it fuses and reorders sums of floats
-    options = ("form",)
+    options = ("form", "contract")
 
     @property
     def dialect(self) -> Emit:
@@ -55,18 +56,22 @@ class Inductor(Backend):
     def compile(self, program: ExportedProgram, example: Batch, options: Mapping[str, Any]) -> Lowered:
         """Compile to a package in a temporary folder, and load it; or with torch.compile, where ``form`` says so.
 
+        With ``contract`` a product and the sum that it goes into may become one instruction, rounded once: faster
+        attention over a stored cache, and a value next to a tie of its quantization may get the other code.
+
         Raises:
             LowerError: ``form`` is neither.
         """
         form, pairs = options.get("form", "package"), sum(1 for _ in records(program))
         if form not in FORMS:
             raise LowerError(f"unknown form {form!r} of backend 'inductor'; there are {', '.join(FORMS)}")
+        config: dict[str, Any] = {_CONTRACT: "fast"} if options.get("contract") else {}
         if form == "compile":
-            return _Compiled(program, example, pairs)
+            return _Compiled(program, example, pairs, config)
         folder = TemporaryDirectory(prefix="graphquant-")
         path = str(Path(folder.name) / "model.pt2")
         with torch.no_grad():
-            package = torch._inductor.aoti_compile_and_package(program, package_path=path)
+            package = torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=config)
         return _Package(Path(package), folder, Inputs.of(program), pairs)
 
 
@@ -100,10 +105,10 @@ class _Package(Lowered):
 
 
 class _Compiled(Lowered):
-    def __init__(self, program: ExportedProgram, example: Batch, pairs: int) -> None:
+    def __init__(self, program: ExportedProgram, example: Batch, pairs: int, config: dict[str, Any]) -> None:
         self._module, self._pairs = runnable(program), pairs
         self._before = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
-        self._call = caller(program, torch.compile(self._module, dynamic=True))
+        self._call = caller(program, torch.compile(self._module, dynamic=True, options=config))
         # A graph from Inductor's cache would come without its source.
         with torch.no_grad(), torch._inductor.config.patch(fx_graph_cache=False):
             _, self._sources = torch._inductor.utils.run_and_get_code(self._call, **example)

@@ -1,4 +1,4 @@
-"""``fuse_decode``: which cores of a program are put into lanes, and the cache of keys in its new shape."""
+"""``fuse_decode``: which cores of a program are put into lanes, and their caches in the new shape."""
 
 import torch
 from torch.export import ExportedProgram
@@ -8,7 +8,7 @@ from graphquant.errors import ConvertError
 from graphquant.graph import ops
 from graphquant.graph.caches import INDEXED, slots
 from graphquant.passes.editor import ProgramEditor
-from graphquant.passes.lanes import LANES, int32_words, masked, output_of, scores_of
+from graphquant.passes.lanes import LANES, blocks, int32_words, masked, output_of, scores_of
 from graphquant.passes.placing import erase_dead
 from graphquant.passes.stored_reads import StoredCore, StoredRead, stored_cores
 
@@ -18,7 +18,8 @@ aten = torch.ops.aten
 def fuse_decode(program: ExportedProgram) -> ExportedProgram:
     """Say the attention of one token a step as lanes of integers; for graphs of one token, packed and folded before.
 
-    The key caches get the shape ``[B, H, W/4, L, 4]``, W bytes a token; logits change by rounding only.
+    Keys get the shape ``[B, H, W/4, L, 4]``, W bytes a token, and values ``[B, H, N, W/4, T, 4]``, in N blocks of T;
+    logits change by rounding only.
 
     Raises:
         ConvertError: no core is one of a single token over 8- or 4-bit integer caches in buffers.
@@ -42,7 +43,7 @@ def _fits(core: StoredCore) -> bool:
     if core.key is None or core.value is None or not isinstance(query, Node):
         return False
     value = query.meta["val"]
-    plain = not given["is_causal"] and not given["dropout_p"] and value.dtype == torch.float32
+    plain = not given["is_causal"] and not given["dropout_p"]
     return bool(plain and isinstance(value.shape[2], int) and _is_lanes(core.key) and _is_lanes(core.value))
 
 
@@ -64,31 +65,49 @@ def _fuse(editor: ProgramEditor, core: StoredCore) -> None:
     key, value, bound = core.key, core.value, ops.bound(core.node)
     assert key is not None
     assert value is not None
-    query = _node(bound["query"])
-    words = _in_lanes(editor, key)
+    query, dtype = _node(bound["query"]), core.node.meta["val"].dtype
+    keys, values = _keys(editor, key), _values(editor, value)
     call = editor.after(core.node.prev)
     scale = query.meta["val"].shape[-1] ** -0.5 if bound["scale"] is None else bound["scale"]
-    scores = scores_of(call, call(aten.mul.Tensor, query, scale), words, key)
+    wide = query if dtype == torch.float32 else call(aten._to_copy.default, query, dtype=torch.float32)
+    scores = scores_of(call, call(aten.mul.Tensor, wide, scale), keys, key)
     if bound["attn_mask"] is not None:
         scores = masked(call, scores, bound["attn_mask"])
     top = call(aten.amax.default, scores, [-1], True)
     weights = call(aten.exp.default, call(aten.sub.Tensor, scores, top))
-    out = output_of(call, weights, call(aten.sum.dim_IntList, weights, [-1], True), value)
+    out = output_of(call, weights, call(aten.sum.dim_IntList, weights, [-1], True), values, value)
+    if dtype != torch.float32:
+        out = call(aten._to_copy.default, out, dtype=dtype)
     # The records go to the nodes that read now: the report shows them still.
-    words.meta["custom"], out.meta["custom"] = key.operand.meta["custom"], value.operand.meta["custom"]
+    keys.meta["custom"], values.meta["custom"] = key.operand.meta["custom"], value.operand.meta["custom"]
     core.node.replace_all_uses_with(out)
     erase_dead(core.node)
-    editor.graph.erase_node(key.loaded)  # a write, which nothing reads any more
+    for read in (key, value):
+        editor.graph.erase_node(read.loaded)  # a write, which nothing reads any more
 
 
-def _in_lanes(editor: ProgramEditor, read: StoredRead) -> Node:
-    """The key cache in its new shape, written that way, as int32 words ``[B, H, W/4, L]``."""
+def _keys(editor: ProgramEditor, read: StoredRead) -> Node:
+    """The cache of keys in its new shape, written that way, as int32 words ``[B, H, W/4, L]``."""
     write = read.loaded
     place, written, index = _node(write.args[0]), _node(write.args[-1]), slots(write)
     batch, heads, length, width = place.meta["val"].shape
     editor.retype(place, (batch, heads, width // LANES, length, LANES), place.meta["val"].dtype)
     call = editor.after(write)
-    split = call(aten.reshape.default, written, [batch, heads, 1, width // LANES, LANES])
-    turned = call(aten.permute.default, split, [0, 1, 3, 2, 4])
-    joined = call(aten.index_copy_.default, place, 3, index, turned)
+    split = call(aten.reshape.default, written, [batch, heads, width // LANES, 1, LANES])
+    joined = call(aten.index_copy_.default, place, 3, index, split)
+    return call(aten.squeeze.dim, int32_words(call, joined), -1)
+
+
+def _values(editor: ProgramEditor, read: StoredRead) -> Node:
+    """The cache of values in its new shape, written that way, as int32 words ``[B, H, N, W/4, T]``."""
+    write = read.loaded
+    place, written, index = _node(write.args[0]), _node(write.args[-1]), slots(write)
+    batch, heads, length, width = place.meta["val"].shape
+    count, tokens = blocks(length)
+    editor.retype(place, (batch, heads, count, width // LANES, tokens, LANES), place.meta["val"].dtype)
+    call = editor.after(write)
+    split = call(aten.reshape.default, written, [1, batch, heads, width // LANES, LANES])
+    block = call(aten.div.Tensor_mode, index, tokens, rounding_mode="floor")
+    slot = call(aten.remainder.Scalar, index, tokens)
+    joined = call(aten.index_put_.default, place, [None, None, block, None, slot], split)
     return call(aten.squeeze.dim, int32_words(call, joined), -1)

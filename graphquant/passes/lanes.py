@@ -1,14 +1,18 @@
 """One-token attention over a stored cache in the form that Inductor turns into the fastest loops.
 
-Loads of int8 are slow in its loops on AVX2, and a row of keys is a sum across lanes. So four codes are loaded as one
-int32 and taken apart by shifts, and keys lie with their tokens in lanes: ``[B, H, W/4, L, 4]`` in the place of
-``[B, H, L, W]``, W bytes a token. The query heads that share a KV head read each code once:
+Its loads of int8 are slow, and a row of keys is a sum across lanes. So four codes are loaded as one int32 and taken
+apart by shifts, and tokens lie in lanes: keys ``[B, H, W/4, L, 4]`` and values, in N blocks of T tokens,
+``[B, H, N, W/4, T, 4]`` in the place of ``[B, H, L, W]``, W bytes a token. The query heads that share a KV head read
+each code once:
 
-    s[g, l] = Σ_c Σ_j q[g, 4c + j] · code_j(K[c, l])            lanes along l
-    o[g, 4c + j] = Σ_l e[g, l] · code_j(V[l, c]) / Σ_l e[g, l]  lanes along c, l in blocks
+    s[g, l] = Σ_c Σ_j q[g, 4c + j] · code_j(K[c, l])
+    o[g, 4c + j] = Σ_n Σ_t e[g, n, t] · code_j(V[n, c, t]) / Σ_l e[g, l]
 
-with e = exp(s − max s). A zero point of keys is the same for every l of a query, which softmax does not see, and of
-values it is subtracted from the result. A scale per token multiplies s, and e in the numerator.
+A block of e stays in the nearest cache while its values go by, and they lie one behind the other in memory.
+
+with e = exp(s − max s). What is subtracted from all codes of a channel, a static zero point or the lowest code of two
+in a byte, is for keys the same at every l of a query, which softmax does not see, and for values is subtracted from the
+result. A scale per token multiplies s, and e in the numerator.
 """
 
 import torch
@@ -18,8 +22,8 @@ from graphquant.passes.editor import CallBuilder
 from graphquant.passes.stored_reads import StoredRead
 
 aten = torch.ops.aten
-BLOCK = 256
-"""Tokens that are summed in one run, so that a sum is short and its rounding small."""
+BLOCK, SHORTEST = 1024, 256
+"""Tokens of a block of values: few enough to stay near, enough that a block is worth its overhead."""
 LANES = 4
 """Codes, or bytes of codes, in an int32."""
 
@@ -29,15 +33,30 @@ def int32_words(call: CallBuilder, codes: Node) -> Node:
     return call(aten.view.dtype, call(aten.view.dtype, codes, torch.float32), torch.int32)
 
 
+def kept(call: CallBuilder, x: Node) -> Node:
+    """``x`` in memory of its own: Inductor computes it once, and not again inside of the loops that read it."""
+    whole = call(aten.clone.default, x, memory_format=torch.contiguous_format)
+    value = whole.meta["val"]
+    return call(aten.as_strided.default, whole, list(value.shape), list(value.stride()))
+
+
 def _codes(call: CallBuilder, words: Node, read: StoredRead) -> list[Node]:
-    """The codes in int32 words as float32, byte 0 to 3; packed ones the low halves first, then the high ones."""
+    """The codes in int32 words as float32, byte 0 to 3; of packed ones, less the lowest, the low halves first."""
     dtype = read.args.dtype
     if dtype.num_bits > 4:
         signed = dtype.type == "int"
         shifts = [(24 - 8 * byte, 24) if signed else (8 * byte, None) for byte in range(LANES)]
         return [_signed(call, words, *shift) if signed else _bits(call, words, shift[0], 255) for shift in shifts]
-    nibbles = [_bits(call, words, 8 * byte + half, 15) for half in (0, 4) for byte in range(LANES)]
-    return [call(aten.add.Tensor, nibble, dtype.qmin) if dtype.qmin else nibble for nibble in nibbles]
+    return [_bits(call, words, 8 * byte + half, 15) for half in (0, 4) for byte in range(LANES)]
+
+
+def _shift(call: CallBuilder, read: StoredRead) -> Node | float:
+    """What is subtracted from ``_codes``: the zero point, as packed codes count from their lowest."""
+    dtype = read.args.dtype
+    lowest = float(dtype.qmin) if dtype.num_bits <= 4 else 0.0
+    if read.shift is None:
+        return -lowest
+    return call(aten.sub.Tensor, read.shift, lowest) if lowest else read.shift
 
 
 def _signed(call: CallBuilder, words: Node, left: int, right: int) -> Node:
@@ -50,9 +69,9 @@ def _bits(call: CallBuilder, words: Node, right: int, mask: int) -> Node:
     return call(aten._to_copy.default, call(aten.bitwise_and.Scalar, down, mask), dtype=torch.float32)
 
 
-def scores_of(call: CallBuilder, q: Node, words: Node, read: StoredRead) -> Node:
+def scores_of(call: CallBuilder, query: Node, words: Node, read: StoredRead) -> Node:
     """Q·Kᵀ ``[B, H, G, L]``, less what softmax does not see."""
-    codes = _codes(call, words, read)
+    q, codes = kept(call, query), _codes(call, words, read)
     rows = []
     for group in range(int(q.meta["val"].shape[2])):
         row = call(aten.select.int, q, 2, group)
@@ -62,11 +81,17 @@ def scores_of(call: CallBuilder, q: Node, words: Node, read: StoredRead) -> Node
     scores = call(aten.stack.default, rows, 2)
     if read.scale is None:
         return scores
-    if read.shift is not None:  # per token, so that softmax would see it
+    shift = _shift(call, read)  # softmax sees it, times the scale of a token
+    if shift != 0:
         whole = call(aten.sum.dim_IntList, q, [-1], True)
-        shift = call(aten.transpose.int, read.shift, 2, 3)
-        scores = call(aten.sub.Tensor, scores, call(aten.mul.Tensor, whole, shift))
-    return call(aten.mul.Tensor, scores, call(aten.transpose.int, read.scale, 2, 3))
+        lost = call(aten.mul.Tensor, whole, _by_token(call, shift))
+        scores = call(aten.sub.Tensor, scores, lost)
+    return call(aten.mul.Tensor, scores, _by_token(call, read.scale))
+
+
+def _by_token(call: CallBuilder, factor: Node | float) -> Node | float:
+    """A number per token ``[B, H, L, 1]`` beside scores ``[B, H, G, L]``."""
+    return call(aten.transpose.int, factor, 2, 3) if isinstance(factor, Node) else factor
 
 
 def _by_code(call: CallBuilder, row: Node, count: int) -> list[Node]:
@@ -89,39 +114,43 @@ def _tree(call: CallBuilder, terms: list[Node]) -> Node:
 
 
 def masked(call: CallBuilder, scores: Node, mask: Node) -> Node:
-    """Scores under a mask of bools, where True counts, or of numbers to add."""
-    if mask.meta["val"].dtype != torch.bool:
-        return call(aten.add.Tensor, scores, mask)
-    return call(aten.masked_fill.Scalar, scores, call(aten.logical_not.default, mask), float("-inf"))
+    """Scores under a mask of bools, where True counts, or of numbers to add; one mask serves all heads."""
+    if mask.meta["val"].dtype == torch.bool:
+        nothing = call(aten.zeros_like.default, mask, dtype=torch.float32)
+        mask = call(aten.masked_fill.Scalar, nothing, call(aten.logical_not.default, mask), float("-inf"))
+    return call(aten.add.Tensor, scores, kept(call, mask))
 
 
-def output_of(call: CallBuilder, weights: Node, total: Node, read: StoredRead) -> Node:
-    """``e·V / Σ e  [B, H, G, D]`` less the zero point."""
-    numerator = weights
+def output_of(call: CallBuilder, weights: Node, total: Node, words: Node, read: StoredRead) -> Node:
+    """``e·V / Σ e  [B, H, G, D]`` for ``words [B, H, N, W/4, T]`` of values."""
+    scaled = weights
     if read.scale is not None:
-        numerator = call(aten.mul.Tensor, weights, call(aten.transpose.int, read.scale, 2, 3))
-    batch, heads, length, width = (int(size) for size in read.loaded.meta["val"].shape)
-    block = BLOCK if length % BLOCK == 0 else length
-    words = int32_words(call, read.loaded)
-    words = call(aten.view.default, words, [batch, heads, length // block, block, width // LANES])
+        scaled = call(aten.mul.Tensor, weights, _by_token(call, read.scale))
+    batch, heads, count, _, tokens = (int(size) for size in words.meta["val"].shape)
     codes = _codes(call, words, read)
-    groups = int(weights.meta["val"].shape[2])
-    blocks = call(aten.view.default, numerator, [batch, heads, groups, length // block, block, 1])
     rows = []
-    for group in range(groups):
-        row = call(aten.select.int, blocks, 2, group)
-        sums = [
-            call(aten.sum.dim_IntList, call(aten.sum.dim_IntList, call(aten.mul.Tensor, row, code), [3]), [2])
-            for code in codes
-        ]
+    for group in range(int(weights.meta["val"].shape[2])):
+        row = call(aten.view.default, call(aten.select.int, scaled, 2, group), [batch, heads, count, 1, tokens])
+        sums = [_summed(call, call(aten.mul.Tensor, row, code)) for code in codes]
         halves = [
-            call(aten.reshape.default, call(aten.stack.default, sums[start : start + LANES], -1), [batch, heads, width])
+            call(aten.view.default, call(aten.stack.default, sums[start : start + LANES], -1), [batch, heads, -1])
             for start in range(0, len(sums), LANES)
         ]
         rows.append(halves[0] if len(halves) == 1 else call(aten.cat.default, halves, -1))
-    out = call(aten.stack.default, rows, 2)
-    if read.shift is not None and read.scale is not None:  # per token
-        lost = call(aten.mul.Tensor, numerator, call(aten.transpose.int, read.shift, 2, 3))
+    out, shift = call(aten.stack.default, rows, 2), _shift(call, read)
+    if read.scale is not None and shift != 0:  # per token
+        lost = call(aten.mul.Tensor, scaled, _by_token(call, shift))
         out = call(aten.sub.Tensor, out, call(aten.sum.dim_IntList, lost, [-1], True))
     out = call(aten.div.Tensor, out, total)
-    return call(aten.sub.Tensor, out, read.shift) if read.shift is not None and read.scale is None else out
+    return call(aten.sub.Tensor, out, shift) if read.scale is None and shift != 0 else out
+
+
+def blocks(length: int) -> tuple[int, int]:
+    """A length as blocks of the largest size that is not too long; where only short ones divide it, as one."""
+    size = next(size for size in range(min(length, BLOCK), 0, -1) if length % size == 0)
+    return (length // size, size) if size >= SHORTEST else (1, length)
+
+
+def _summed(call: CallBuilder, products: Node) -> Node:
+    """The sum over the tokens of each block, and over blocks."""
+    return call(aten.sum.dim_IntList, call(aten.sum.dim_IntList, products, [-1]), [2])

@@ -68,9 +68,10 @@ def refuse_in_place(node: Node, planned: PlannedSite) -> None:
 
 def erase_dead(node: Node) -> None:
     """Erase a node that nothing reads, and then what only it read; what writes in place stays."""
-    stack = [node]
+    stack, gone = [node], set[Node]()
     while stack:
         dead = stack.pop()
-        if not dead.users and dead.op == "call_function" and not any(shared(dead).values()):
+        if dead not in gone and not dead.users and dead.op == "call_function" and not any(shared(dead).values()):
+            gone.add(dead)
             stack.extend(dead.all_input_nodes)
             dead.graph.erase_node(dead)

@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 
 from graphquant.config import QuantizationArgs
 from graphquant.graph import ops
-from graphquant.graph.shapes import static
+from graphquant.graph.shapes import same_shape, shape, static
 from graphquant.records import SiteRecord, record_of, records
 
 aten = torch.ops.aten
@@ -64,6 +64,8 @@ def stored_cores(graph: Graph) -> Iterator[StoredCore]:
 
 def stored_read(operand: Node) -> StoredRead | None:
     """How ``operand`` is read from a stored cache of states ``[B, H, L, D]``; None where it is not."""
+    while operand.target is aten.slice.Tensor and same_shape(shape(operand), shape(ops.first_input(operand))):
+        operand = ops.first_input(operand)  # all of it, as a batch of any size is sliced
     record = record_of(operand)
     if record is None or record.stored is None or record.tensor_layout.kind != "states":
         return None

@@ -8,7 +8,9 @@ from torch import nn
 
 import graphquant as gq
 from graphquant.errors import ConvertError
+from tests.passes.stepping import TOKENS, run
 from tests.passes.stored import both, calls, captured, logits, projections, static
+from tests.tiny import tiny_batches
 
 FORMATS = (
     {"num_bits": 8},
@@ -67,6 +69,17 @@ def test_the_program_that_was_folded_is_left_as_it_was() -> None:
     gq.fold_scales(packed)
     assert str(packed.graph) == before
     assert all(torch.equal(packed.state_dict[name], value) for name, value in weights.items())
+
+
+@pytest.mark.parametrize("strategy", STATIC)
+def test_past_and_present_of_any_batch_are_folded(strategy: str) -> None:
+    """A batch of any size leaves a slice of all of it between the read and the core."""
+    config = setting(strategy, {"num_bits": 4, "symmetric": False})
+    seen = gq.calibrate(gq.prepare(captured(), config), tiny_batches(), progress=False)
+    packed = gq.pack_gqa(gq.convert(captured(cache="inputs"), seen, config, kv_cache="stored"))
+    folded = gq.fold_scales(packed)
+    assert calls(packed, "mul") - calls(folded, "mul") == 2
+    torch.testing.assert_close(run(folded, TOKENS, STEPS), run(packed, TOKENS, STEPS), rtol=1e-5, atol=1e-6)
 
 
 def test_a_scale_per_token_stays() -> None:

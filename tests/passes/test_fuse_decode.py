@@ -7,7 +7,9 @@ import torch
 
 import graphquant as gq
 from graphquant.errors import ConvertError
+from graphquant.loops import runnable
 from tests.passes.stored import both, calls, logits, static
+from tests.tiny import tiny_batches, tiny_llama
 
 INTEGERS = [
     {"type": kind, "num_bits": bits, "symmetric": symmetric}
@@ -38,17 +40,53 @@ def test_lanes_compute_the_same(strategy: str, number: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-@pytest.mark.parametrize("length", [20, 512])
+@pytest.mark.parametrize("length", [20, 1536])
 def test_heads_and_lengths_in_blocks_and_not(kv_heads: int, length: int) -> None:
     before = prepared(both(strategy="channel", symmetric=False), kv_heads, length)
     torch.testing.assert_close(logits(gq.fuse_decode(before)), logits(before), rtol=1e-5, atol=1e-6)
 
 
-def test_keys_lie_in_lanes_and_values_by_token() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_models_in_half_precision(dtype: torch.dtype) -> None:
+    """Sums are float32 in lanes, and half at most in sdpa: no further from float32's logits than those are."""
+    config = both(strategy="attn_head_channel")
+    model = tiny_llama(num_hidden_layers=1).to(dtype)
+    seen = gq.calibrate(gq.prepare(gq.capture(model), config), tiny_batches(), progress=False)
+    program = gq.capture(model, cache="static", max_cache_len=16, sequence=1)
+    before = gq.fold_scales(gq.pack_gqa(gq.convert(program, seen, config, kv_cache="stored")))
+    after = gq.fuse_decode(before)
+    assert logits(after).dtype == dtype
+    assert after.constants["key_cache_0"].dtype == torch.int8
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(logits(after), logits(before), rtol=4 * eps, atol=4 * eps)
+
+
+@pytest.mark.parametrize("length", [16, 512, 1536])
+def test_a_position_past_the_end_is_an_error(length: int) -> None:
+    module = runnable(gq.fuse_decode(prepared(both(strategy="channel"), length=length, layers=1)))
+    one = torch.ones(1, 1, dtype=torch.int64)
+    module(input_ids=one, cache_position=torch.tensor([length - 1]))
+    for position in (length, length + 1, 2 * length):
+        with pytest.raises(IndexError, match="out of"):
+            module(input_ids=one, cache_position=torch.tensor([position]))
+
+
+@pytest.mark.parametrize("length", [1024, 1536])
+def test_every_slot_of_a_cache_in_blocks_is_its_own(length: int) -> None:
+    """Positions at the borders of blocks, each read by those behind it."""
+    before = prepared(both(strategy="channel"), length=length, layers=1)
+    both_modules = [runnable(program) for program in (before, gq.fuse_decode(before))]
+    for position in (0, 1, 511, 512, 513, 767, 768, 1023, length - 1):
+        token = torch.tensor([[position % 64]])
+        expected, found = (module(input_ids=token, cache_position=torch.tensor([position])) for module in both_modules)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_tokens_lie_in_lanes() -> None:
     after = gq.fuse_decode(prepared(both(strategy="channel")))
     shapes = {name: tuple(value.shape) for name, value in after.constants.items() if "_cache_" in name}
     assert shapes["key_cache_0"] == (1, 2, 2, 16, 4)
-    assert shapes["value_cache_0"] == (1, 2, 16, 8)
+    assert shapes["value_cache_0"] == (1, 2, 1, 2, 16, 4)
     assert all(after.constants[name].dtype == torch.int8 for name in shapes)
     assert [row.site for row in gq.report(after).rows] == [row.site for row in gq.report(prepared(both())).rows]
 
