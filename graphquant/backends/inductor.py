@@ -46,11 +46,9 @@ class Inductor(Backend):
         return YES
 
     def holds(self, dtype: str, *, in_buffer: bool) -> Capability:
-        """What is in a buffer: torch decomposes a past of codes by checks of the floats that it was."""
+        """What is in a buffer: a package that takes a past of int8 states computes other values (torch 2.13)."""
         if not in_buffer:
-            return Capability(
-                False, "torch checks a past of codes as the floats that it was", 'a cache="static" of its codes'
-            )
+            return Capability(False, "its package computes other values of a past of codes", 'a cache="static"')
         return YES
 
     def compile(self, program: ExportedProgram, example: Batch, options: Mapping[str, Any]) -> Lowered:

@@ -128,7 +128,7 @@ def _into_projection(editor: ProgramEditor, scaled: Node, read: StoredRead) -> N
 
 
 def _only_user(node: Node) -> Node | None:
-    users = list(node.users)
+    users = [user for user in node.users if ops.kind(user) != "shape"]
     return users[0] if len(users) == 1 and users[0].op == "call_function" else None
 
 

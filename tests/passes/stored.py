@@ -50,4 +50,5 @@ def logits(program: ExportedProgram, steps: tuple[int, ...] = (1,) * 10) -> Tens
 
 def calls(program: ExportedProgram, *names: str) -> int:
     """How many calls of aten ops of these names a program has."""
-    return sum(str(node.target).split(".")[1] in names for node in program.graph.nodes if node.op == "call_function")
+    targets = [str(node.target).split(".") for node in program.graph.nodes if node.op == "call_function"]
+    return sum(target[0] == "aten" and target[1] in names for target in targets)
