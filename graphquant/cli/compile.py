@@ -41,6 +41,10 @@ Tolerance = Annotated[
         show_default="the backend's, or what roundings make of the program",
     ),
 ]
+Contract = Annotated[
+    bool | None,
+    typer.Option("--contract", help="A product and its sum as one instruction (inductor).", show_default=False),
+]
 Check = Annotated[bool, typer.Option("--check/--no-check", help="Run it beside the program, and compare.")]
 
 
@@ -54,6 +58,7 @@ def compile(
     timeout: Timeout = None,
     max_batch: MaxSize = None,
     max_sequence: MaxSize = None,
+    contract: Contract = None,
     json: JsonFlag = False,
 ) -> None:
     """Lower FILE.pt2 to a backend, check the artifact against the program, and say what was really lowered."""
@@ -63,7 +68,7 @@ def compile(
     check_suffix(output, (chosen.suffix,))
     check_outputs((output,), (file,))
     chosen.require_installed()
-    options: dict[str, Any] = {"max_batch": max_batch, "max_sequence": max_sequence}
+    options: dict[str, Any] = {"max_batch": max_batch, "max_sequence": max_sequence, "contract": contract}
     with console.working(f"loading {file}"):
         program = load_program(file)
     start = time.perf_counter()

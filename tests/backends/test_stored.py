@@ -1,6 +1,8 @@
 """Programs whose cache holds codes go through the compilers: step by step they compute what the graph computes."""
 
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -129,6 +131,19 @@ def test_inductor(form: str, cell: Cell, passes: str, steps: Sequence[int], opti
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("contract", [True, False])
+def test_inductor_contracts_products_and_sums_where_asked(contract: bool, tmp_path: Path) -> None:
+    given = made("one token", HEADS_OF_4, "psf")
+    artifact = lowered(given, "inductor", ONES, contract=contract)
+    check(artifact, given, ONES)
+    artifact.save(tmp_path / "package.pt2")
+    with zipfile.ZipFile(tmp_path / "package.pt2") as archive:
+        kernels = [archive.read(name).decode() for name in archive.namelist() if name.endswith(".kernel.cpp")]
+    assert kernels  # each begins with the command that compiled it
+    assert all(("-ffp-contract=fast" in text) == contract for text in kernels)
+
+
+@pytest.mark.slow
 def test_inductor_on_rows_that_share_their_positions() -> None:
     given = made("static-3", HEADS, "1psf")
     check(lowered(given, "inductor", ONES, rows=3, **COMPILE), given, ONES, rows=3)
@@ -200,6 +215,7 @@ SITE = r"^model\.layers\.0\.self_attn\.(key|value)_states: backend '{}' does not
         ("openvino", "inputs", FP8, rf"{SITE} fp8_e4m3 attn_head at \[B, 2, S, 8\]: its conversion to fp8"),
         ("executorch", "static", FP8, rf"{SITE} fp8_e4m3 attn_head at \[B, 2, S, 8\]: it has no fp8 dtype"),
         ("executorch", "inputs", HEADS, rf'{SITE} the cache int8 .*: its memory is planned ahead.*cache="static"'),
+        ("inductor", "inputs", HEADS, rf'{SITE} the cache int8 .*: its package computes other values.*cache="static"'),
         ("iree", "inputs", HEADS_OF_4, rf"{SITE} the cache uint8 past_key_values_0_1 .* to uint8 is not right"),
         ("onnxruntime", "static", HEADS, r"^backend '{}' loses what a program writes to its buffers \(key_cache_0\)"),
         ("openvino", "static", TOKEN, r"^backend '{}' loses what a program writes to its buffers \(key_cache_0"),
