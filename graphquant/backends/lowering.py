@@ -3,22 +3,19 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from graphquant.backends.base import Backend, Batch, Inputs, Lowered
+from graphquant.backends.base import Backend, Batch, Lowered
 from graphquant.backends.checking import Reference
+from graphquant.backends.examples import examples_of
 from graphquant.backends.registry import backend as backend_of
-from graphquant.errors import DataError, LowerError, MismatchError, UnsupportedError, first_line
+from graphquant.errors import LowerError, MismatchError, UnsupportedError, first_line
 from graphquant.graph.writes import written_buffers
-from graphquant.loops import shapes_of, vocabulary_of
+from graphquant.loops import shapes_of
 from graphquant.passes.redialect import SiteSetting, redialect
 from graphquant.passes.watching import with_outputs
 from graphquant.records import records
-
-CHECKED = ((2, 8), (1, 7))
-"""Batch and sequence of the inputs that a lowered artifact is checked on."""
 
 
 def lower(
@@ -33,9 +30,9 @@ def lower(
     """Lower a program (as convert returns it, or a float one) to a backend, and check what came of it.
 
     ``examples`` are batches of the program's inputs, the first of which is traced with and all of which are checked;
-    a program of ``input_ids`` and ``attention_mask`` needs none. ``check`` runs artifact and program on them and
-    compares: within ``tolerance`` of the largest |output|, or by default the backend's own, or what roundings alone
-    make of this program (``backends.checking``).
+    a program that ``capture`` made of a causal model needs none, and with a cache is checked step by step. ``check``
+    runs artifact and program on them and compares: within ``tolerance`` of the largest |output|, or by default the
+    backend's own, or what roundings alone make of this program (``backends.checking``).
 
     Raises:
         LowerError: the backend is unknown or fails.
@@ -53,7 +50,7 @@ def lower(
             f"backend {chosen.name!r} has no option {', '.join(unknown)}; it has {', '.join(chosen.options) or 'none'}"
         )
     chosen.require_installed()
-    batches = _examples(program, examples, options)
+    batches = examples_of(program, examples, options)
     spoken = redialect(program, chosen.dialect)
     lowered = _compiled(chosen, spoken, batches[0], options)
     if check:
@@ -118,32 +115,6 @@ def refuse(program: ExportedProgram, chosen: Backend) -> None:
             f"backend {chosen.name!r} loses what a program writes to its buffers ({written[0]}), without an error: "
             'capture the model with cache="inputs"'
         )
-
-
-def _examples(program: ExportedProgram, given: Sequence[Batch] | None, options: Mapping[str, Any]) -> list[Batch]:
-    """The batches to trace and to check with: those given, random text of two sizes, or what was exported with."""
-    names = Inputs.of(program).names
-    if given is not None:
-        batches = list(given)
-        wrong = next((batch for batch in batches if not isinstance(batch, Mapping) or set(batch) != set(names)), None)
-        if not batches or wrong is not None:
-            raise DataError(f"examples must be dicts of the program's inputs, {', '.join(names)}, at least one")
-        return batches
-    shape = next(
-        node.meta["val"].shape for node in program.graph.nodes if node.name == program.graph_signature.user_inputs[0]
-    )
-    if set(names) != {"input_ids", "attention_mask"} or any(isinstance(dim, int) for dim in shape):
-        if not program.example_inputs:
-            raise DataError(f"the program takes {', '.join(names)}: give examples=[…], dicts of these, of two sizes")
-        args, kwargs = program.example_inputs
-        return [dict(zip(names, args, strict=False)) | dict(kwargs)]
-    generator = torch.Generator().manual_seed(0)
-    vocabulary, batches = vocabulary_of(program) or 2, []
-    for size in CHECKED:
-        rows, length = (min(n, options.get(key, n)) for n, key in zip(size, ("max_batch", "max_sequence"), strict=True))
-        ids = torch.randint(vocabulary // 2, vocabulary, (rows, length), generator=generator)
-        batches.append({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
-    return batches
 
 
 def _compiled(chosen: Backend, program: ExportedProgram, example: Batch, options: Mapping[str, Any]) -> Lowered:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from graphquant.cli import backends, compile, evaluate, presets, quantize, report, sites
+from graphquant.cli import backends, compile, decode, evaluate, presets, quantize, report, sites
 from graphquant.cli.console import Console, GuardedCommand, LenientGroup
 
 app = typer.Typer(
@@ -45,6 +45,7 @@ def start(
 COMMANDS = (
     sites.sites,
     quantize.quantize,
+    decode.decode,
     report.report,
     evaluate.evaluate,
     compile.compile,

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
+import typer
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from graphquant.capture import capture
 from graphquant.cli.console import Console
-from graphquant.config import QuantizationConfig
+from graphquant.config import QuantizationConfig, preset
 from graphquant.config.reading import located
 from graphquant.data import batches, read_text, split_rows, token_rows, topics_text
 from graphquant.errors import ConfigError, DataError, ModelError
@@ -152,6 +153,19 @@ def read_config(path: Path) -> QuantizationConfig:
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"is not JSON: {error}") from None
         return QuantizationConfig.from_dict(data)
+
+
+def config_of(preset_name: str | None, recipe: Path | None) -> QuantizationConfig:
+    """The configuration of ``--preset`` or ``--recipe``, of which there must be one.
+
+    Raises:
+        ConfigError: there is no such preset, or the recipe cannot be read or means nothing.
+    """
+    if preset_name is not None and recipe is None:
+        return preset(preset_name)
+    if recipe is not None and preset_name is None:
+        return read_config(recipe)
+    raise typer.BadParameter("give one of the two", param_hint="--preset, --recipe")
 
 
 def text_inputs(program: ExportedProgram, name: str) -> set[str]:

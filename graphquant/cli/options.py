@@ -1,9 +1,15 @@
 """The options that several commands have, as types."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+
+
+def file_option(flag: str, text: str) -> Any:
+    """An option that names a file."""
+    return typer.Option(flag, metavar="FILE", help=text, show_default=False)
+
 
 DType = Annotated[
     Literal["float32", "bfloat16", "float16"], typer.Option("--dtype", help="The type to load the weights as.")
@@ -17,6 +23,12 @@ ModelArgument = Annotated[
     ),
 ]
 ProgramArgument = Annotated[Path, typer.Argument(metavar="FILE.pt2", help="What quantize wrote.", show_default=False)]
+ProgramOutput = Annotated[Path, file_option("--output", "Where to save the quantized program (.pt2).")]
+PresetName = Annotated[
+    str | None, typer.Option("--preset", metavar="NAME", help="One that presets lists.", show_default=False)
+]
+Recipe = Annotated[Path | None, file_option("--recipe", "A recipe (.yaml), or a configuration (.json).")]
+Dialect = Annotated[Literal["pt2e", "aten"], typer.Option("--dialect", help="Operators to write into the graph.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")]
 Format = Annotated[
     str, typer.Option("--format", metavar="FMT", help="Table format of tabulate: simple, github, html, tsv, …")

@@ -7,25 +7,30 @@ last, and all at once.
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
 import typer
 from torch.export import ExportedProgram
 
 from graphquant.calibration import Calibration
 from graphquant.cli.console import Console
-from graphquant.cli.inputs import Batches, Source, Texts, batches_of, read_config
+from graphquant.cli.inputs import Batches, Source, Texts, batches_of, config_of
 from graphquant.cli.options import (
     BatchSize,
     Data,
+    Dialect,
     DType,
     Format,
     JsonFlag,
     Length,
     ModelArgument,
+    PresetName,
+    ProgramOutput,
+    Recipe,
     Samples,
     Tokenizer,
     WorstFirst,
+    file_option,
 )
 from graphquant.cli.outputs import (
     REPORT_SUFFIXES,
@@ -36,7 +41,7 @@ from graphquant.cli.outputs import (
     write_all,
     write_report,
 )
-from graphquant.config import QuantizationConfig, preset
+from graphquant.config import QuantizationConfig
 from graphquant.errors import ConvertError
 from graphquant.evaluation import evaluate
 from graphquant.graph import find_attention
@@ -48,19 +53,8 @@ from graphquant.records import records
 from graphquant.report import Report, report
 from graphquant.tables import check_format
 
-
-def _file(flag: str, text: str) -> Any:
-    return typer.Option(flag, metavar="FILE", help=text, show_default=False)
-
-
-Output = Annotated[Path, _file("--output", "Where to save the quantized program (.pt2).")]
-PresetName = Annotated[
-    str | None, typer.Option("--preset", metavar="NAME", help="One that presets lists.", show_default=False)
-]
-Recipe = Annotated[Path | None, _file("--recipe", "A recipe (.yaml), or a configuration (.json).")]
-Dialect = Annotated[Literal["pt2e", "aten"], typer.Option("--dialect", help="Operators to write into the graph.")]
-SaveCalibration = Annotated[Path | None, _file("--save-calibration", "Also save the statistics.")]
-SavedCalibration = Annotated[Path | None, _file("--calibration", "Reuse saved statistics: no pass over data.")]
+SaveCalibration = Annotated[Path | None, file_option("--save-calibration", "Also save the statistics.")]
+SavedCalibration = Annotated[Path | None, file_option("--calibration", "Reuse saved statistics: no pass over data.")]
 Measured = Annotated[
     bool | None,
     typer.Option(
@@ -70,13 +64,13 @@ Measured = Annotated[
     ),
 ]
 Evaluated = Annotated[bool, typer.Option("--evaluate", help="Also perplexity, KL divergence and top-1 agreement.")]
-ReportFile = Annotated[Path | None, _file("--report", "Also save the report (.md, .json, .txt, .html).")]
+ReportFile = Annotated[Path | None, file_option("--report", "Also save the report (.md, .json, .txt, .html).")]
 
 
 def quantize(
     context: typer.Context,
     model: ModelArgument,
-    output: Output,
+    output: ProgramOutput,
     preset_name: PresetName = None,
     recipe: Recipe = None,
     data: Data = None,
@@ -105,7 +99,7 @@ def quantize(
     check_suffix(output, (".pt2",))
     check_suffix(report_file, REPORT_SUFFIXES)
     check_outputs((output, save_calibration, report_file), (Path(model), data, recipe, calibration))
-    config = _config(preset_name, recipe)
+    config = config_of(preset_name, recipe)
     known = None if calibration is None else Calibration.load(calibration)
     texts = Texts.read(data, samples, length, batch_size) if known is None or measured or evaluated else None
     run = _Run(Source.load(model, tokenizer, dtype, console), config, texts, console)
@@ -158,14 +152,6 @@ class _Run:
             models = {"original": self.program, "quantized": quantized}
             evaluation = evaluate(models, self.evaluation, progress=self.console.progress)
         return report(quantized, measurement, evaluation)
-
-
-def _config(preset_name: str | None, recipe: Path | None) -> QuantizationConfig:
-    if preset_name is not None and recipe is None:
-        return preset(preset_name)
-    if recipe is not None and preset_name is None:
-        return read_config(recipe)
-    raise typer.BadParameter("give one of the two", param_hint="--preset, --recipe")
 
 
 def _check_calibration_options(calibration: Path | None, save_calibration: Path | None, unread: Path | None) -> None:
