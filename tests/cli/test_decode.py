@@ -80,3 +80,13 @@ def test_what_decode_refuses(workspace: Workspace, here: Path) -> None:
     assert "none.pt2" in error_of("decode", workspace.model, *settings, "decode.pt2", *STATIC)
     overwritten = error_of("decode", workspace.model, *settings, "none.pt2", *STATIC)
     assert overwritten == "cannot write none.pt2: it is an input of this command; give another path"
+
+
+@pytest.mark.slow
+def test_compile_checks_the_steps_of_what_decode_saved(workspace: Workspace, here: Path) -> None:
+    run(*arguments(workspace, *STATIC, "--sequence", 1, "--attention", "lanes"))
+    printed = json.loads(run("compile", "decode.pt2", "--backend", "inductor", "--contract", "--json").stdout)
+    assert (printed["pairs"], printed["checked"], printed["file"]) == (2, True, "decode.inductor.pt2")
+    assert {path.name for path in here.iterdir()} == {"decode.pt2", "decode.inductor.pt2"}
+    refused = error_of("compile", "decode.pt2", "--backend", "executorch", "--contract", "--no-check")
+    assert "has no option contract" in refused
