@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import graphquant as gq
+from graphquant.backends.inductor import CONTRACTED
 from graphquant.loops import runnable
 
 SHAPES = {"smollm2": (9, 3, 64), "llama3-8b": (32, 8, 128)}
 """Query heads, KV heads, head_dim."""
-BASE, CONTRACTED = "bf16, packed", "contracted"
-"""``contracted``: compiled so that a product and the sum it goes into may be one instruction, rounded once."""
+BASE = "bf16, packed"
 
 
 class Attention(nn.Module):
@@ -80,7 +80,7 @@ def programs(shape: tuple[int, int, int], length: int) -> dict[str, tuple[torch.
             f"int{bits} stored, packed": (stored, torch.float32),
             f"int{bits} stored, packed, folded": (folded, torch.float32),
             f"int{bits} stored, packed, folded, lanes": (lanes, torch.float32),
-            f"int{bits} the same, {CONTRACTED}": (lanes, torch.float32),
+            f"int{bits} the same, contracted": (lanes, torch.float32),
         }
     return found
 
@@ -108,7 +108,7 @@ def run(name: str, length: int, rounds: int, bandwidth: float) -> list[dict[str,
     shape, calls, sizes, outputs = SHAPES[name], {}, {}, {}
     for form, (program, dtype) in tqdm(programs(shape, length).items(), desc=f"{name} {length}", leave=False):
         torch._dynamo.reset()
-        options = {"cpp.enable_floating_point_contract_flag": "fast"} if CONTRACTED in form else {}
+        options = dict(CONTRACTED) if "contracted" in form else {}
         module = torch.compile(runnable(program), dynamic=False, options=options)
         for position in range(8):  # a cache with something in it
             outputs[form] = module(**batch(*shape, dtype, position))

@@ -19,6 +19,7 @@ from smollm2 import cache_bytes, first_layers
 from tabulate import tabulate
 
 import graphquant as gq
+from graphquant.backends.inductor import CONTRACTED
 from graphquant.data import batches, split_rows, token_rows, topics_text
 from graphquant.loops import runnable
 
@@ -50,7 +51,7 @@ def serve(pipe: Connection, form: str, context: int, layers: int, threads: int) 
     torch.set_num_threads(threads)
     keep_memory()
     made = program(form, context, layers)
-    compiler = {"cpp.enable_floating_point_contract_flag": "fast"} if "contracted" in form else {}
+    compiler = dict(CONTRACTED) if "contracted" in form else {}
     step = torch.compile(runnable(made), dynamic=False, options=compiler)
     inputs = {"input_ids": torch.tensor([[1]]), "cache_position": torch.tensor([context - 1])}
     with torch.no_grad():

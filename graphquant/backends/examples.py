@@ -1,6 +1,7 @@
 """What a program is traced with and checked on where no examples are given: random text, step by step with a cache."""
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -11,7 +12,6 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from graphquant.backends.base import Batch, Inputs, tensors
 from graphquant.errors import DataError
 from graphquant.graph import ops
-from graphquant.graph.caches import INDEXED
 from graphquant.loops import caller, vocabulary_of
 
 SIZES = ((2, 8), (1, 7))
@@ -42,7 +42,9 @@ def examples_of(program: ExportedProgram, given: Sequence[Batch] | None, options
     if taken == {"input_ids", "cache_position"} and rows is not None:
         steps = _steps(_room(program) or sequence or STEPS[0], sequence, options)
         return _filling(_ids(program, rows, sum(steps)), steps)
-    if taken == {"input_ids", "attention_mask", "past_key_values"} and (past := _growing_past(program)) is not None:
+    grows = taken == {"input_ids", "attention_mask", "past_key_values"}
+    past = _growing_past(program, names) if grows else None
+    if past is not None:
         steps = _steps(None, sequence, options)
         return [
             batch
@@ -95,28 +97,27 @@ def _room(program: ExportedProgram) -> int | None:
     found = [
         node.meta["val"].shape[ops.bound(node)["dim"]]
         for node in program.graph.nodes
-        if ops.op_name(node) in INDEXED and "index_copy" in ops.op_name(node)
+        if ops.op_name(node) in ("aten::index_copy", "aten::index_copy_")
     ]
     return min((size for size in found if isinstance(size, int)), default=None)
 
 
 def _filling(ids: Tensor, steps: Sequence[int]) -> list[Batch]:
     """The steps of a cache in buffers."""
-    ends = [sum(steps[: index + 1]) for index in range(len(steps))]
     return [
         {"input_ids": ids[:, end - step : end].contiguous(), "cache_position": torch.arange(end - step, end)}
-        for step, end in zip(steps, ends, strict=True)
+        for step, end in zip(steps, accumulate(steps), strict=True)
     ]
 
 
-def _growing_past(program: ExportedProgram) -> Any:
+def _growing_past(program: ExportedProgram, names: Sequence[str]) -> Any:
     """The past, as the graph has it, where it grows along the last dim but one and the outputs are logits and the
     present of that past; else None.
     """
     inputs, outputs = program.call_spec.in_spec, program.call_spec.out_spec
     values = {node.name: node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"}
     args, kwargs = tree_unflatten([values.get(str(name)) for name in program.graph_signature.user_inputs], inputs)
-    past = (dict(zip(Inputs.of(program).names, args, strict=False)) | kwargs)["past_key_values"]
+    past = (dict(zip(names, args, strict=False)) | kwargs)["past_key_values"]
     leaves, structure = tree_flatten(past)
     if any(not isinstance(leaf, Tensor) or isinstance(leaf.shape[leaf.dim() - 2], int) for leaf in leaves):
         return None

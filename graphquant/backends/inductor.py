@@ -22,7 +22,8 @@ from graphquant.records import records
 
 FORMS = ("package", "compile")
 """``package`` is compiled ahead of time and saved as a file; ``compile`` is torch.compile, in this process."""
-_CONTRACT = "cpp.enable_floating_point_contract_flag"
+CONTRACTED: Mapping[str, Any] = {"cpp.enable_floating_point_contract_flag": "fast"}
+"""Inductor's configuration in which a product and the sum that it goes into may be one instruction."""
 _INTEGER_KERNELS = ("_weight_int8pack_mm", "onednn::qlinear", "onednn::qconv", "_int_mm")
 
 
@@ -63,7 +64,7 @@ class Inductor(Backend):
         form, pairs = options.get("form", "package"), sum(1 for _ in records(program))
         if form not in FORMS:
             raise LowerError(f"unknown form {form!r} of backend 'inductor'; there are {', '.join(FORMS)}")
-        config: dict[str, Any] = {_CONTRACT: "fast"} if options.get("contract") else {}
+        config = dict(CONTRACTED) if options.get("contract") else {}
         if form == "compile":
             return _Compiled(program, example, pairs, config)
         folder = TemporaryDirectory(prefix="graphquant-")
