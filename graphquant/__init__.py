@@ -3,6 +3,7 @@
 from graphquant.backends import lower
 from graphquant.calibration import Calibration
 from graphquant.capture import capture
+from graphquant.carrying import carry_caches
 from graphquant.config import QuantizationArgs, QuantizationConfig, QuantizationScheme, preset
 from graphquant.evaluation import Evaluation, evaluate
 from graphquant.graph import find_attention
@@ -22,6 +23,7 @@ __all__ = [
     "calibrate",
     "calibration_of",
     "capture",
+    "carry_caches",
     "convert",
     "evaluate",
     "find_attention",

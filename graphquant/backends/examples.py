@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from math import prod
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from graphquant.backends.base import Batch, Inputs, tensors
 from graphquant.errors import DataError
 from graphquant.graph import ops
+from graphquant.graph.caches import INDEXED
 from graphquant.loops import caller, vocabulary_of
 
 SIZES = ((2, 8), (1, 7))
@@ -93,12 +95,14 @@ def _steps(room: int | None, sequence: int | None, options: Mapping[str, Any]) -
 
 
 def _room(program: ExportedProgram) -> int | None:
-    """Tokens that the smallest cache in a buffer has room for; None where none is written along one dim."""
-    found = [
-        node.meta["val"].shape[ops.bound(node)["dim"]]
-        for node in program.graph.nodes
-        if ops.op_name(node) in ("aten::index_copy", "aten::index_copy_")
-    ]
+    """Tokens that the smallest cache in a buffer has room for; None where none is written at an index."""
+    found = []
+    for node in program.graph.nodes:
+        if ops.op_name(node) in INDEXED:
+            given, sizes = ops.bound(node), node.meta["val"].shape
+            indices = given.get("indices", ())
+            dims = [given["dim"]] if "dim" in given else [dim for dim, index in enumerate(indices) if index is not None]
+            found.append(prod(sizes[dim] for dim in dims))  # of a cache in tiles: tiles times the tokens of each
     return min((size for size in found if isinstance(size, int)), default=None)
 
 

@@ -8,7 +8,8 @@ from graphquant.errors import ConvertError
 from graphquant.graph import ops
 from graphquant.graph.caches import INDEXED, slots
 from graphquant.passes.editor import ProgramEditor
-from graphquant.passes.lanes import LANES, blocks, int32_words, masked, output_of, scores_of
+from graphquant.passes.lane_layouts import LANES, Shape, blocks, is_tiles, key_shape, value_shape
+from graphquant.passes.lanes import int32_words, masked, output_of, scores_of
 from graphquant.passes.placing import erase_dead
 from graphquant.passes.stored_reads import StoredCore, StoredRead, stored_cores
 
@@ -18,8 +19,8 @@ aten = torch.ops.aten
 def fuse_decode(program: ExportedProgram) -> ExportedProgram:
     """Say the attention of one token a step as lanes of integers; for graphs of one token, packed and folded before.
 
-    Keys get the shape ``[B, H, W/4, L, 4]``, W bytes a token, and values ``[B, H, N, W/4, T, 4]``, in N blocks of T;
-    logits change by rounding only.
+    Keys get the shape ``[B, H, L/32, W/4, 32, 4]``, W bytes a token, and values ``[B, H, W/64, L, 64]``, or other sizes
+    where those divide nothing; logits change by rounding only.
 
     Raises:
         ConvertError: no core is one of a single token over 8- or 4-bit integer caches in buffers.
@@ -87,27 +88,39 @@ def _fuse(editor: ProgramEditor, core: StoredCore) -> None:
 
 
 def _keys(editor: ProgramEditor, read: StoredRead) -> Node:
-    """The cache of keys in its new shape, written that way, as int32 words ``[B, H, W/4, L]``."""
-    write = read.loaded
-    place, written, index = _node(write.args[0]), _node(write.args[-1]), slots(write)
-    batch, heads, length, width = place.meta["val"].shape
-    editor.retype(place, (batch, heads, width // LANES, length, LANES), place.meta["val"].dtype)
-    call = editor.after(write)
-    split = call(aten.reshape.default, written, [batch, heads, width // LANES, 1, LANES])
-    joined = call(aten.index_copy_.default, place, 3, index, split)
-    return call(aten.squeeze.dim, int32_words(call, joined), -1)
+    """The cache of keys in its new shape, written that way, as int32 words ``[B, H, N, W/4, T]``."""
+    return _in_tiles(editor, read, key_shape(_shape(read)))
 
 
 def _values(editor: ProgramEditor, read: StoredRead) -> Node:
-    """The cache of values in its new shape, written that way, as int32 words ``[B, H, N, W/4, T]``."""
+    """The cache of values in its new shape, written that way, as int32 words: tiles, or ``[B, H, M, N, T, 16]``."""
+    shape = value_shape(_shape(read))
+    if is_tiles(shape):
+        return _in_tiles(editor, read, shape)
+    write = read.loaded
+    place, written = _node(write.args[0]), _node(write.args[-1])
+    batch, heads, chunks, length, width = shape
+    editor.retype(place, shape, place.meta["val"].dtype)
+    call = editor.after(write)
+    split = call(aten.reshape.default, written, [batch, heads, chunks, 1, width])
+    words = int32_words(call, call(aten.index_copy_.default, place, 3, slots(write), split))
+    count = blocks(length)
+    return call(aten.view.default, words, [batch, heads, chunks, count, length // count, width // LANES])
+
+
+def _in_tiles(editor: ProgramEditor, read: StoredRead, shape: Shape) -> Node:
+    """A cache in tiles ``[B, H, N, W/4, T, 4]``, as int32 words."""
     write = read.loaded
     place, written, index = _node(write.args[0]), _node(write.args[-1]), slots(write)
-    batch, heads, length, width = place.meta["val"].shape
-    count, tokens = blocks(length)
-    editor.retype(place, (batch, heads, count, width // LANES, tokens, LANES), place.meta["val"].dtype)
+    batch, heads, _, words, tokens, _ = shape
+    editor.retype(place, shape, place.meta["val"].dtype)
     call = editor.after(write)
-    split = call(aten.reshape.default, written, [1, batch, heads, width // LANES, LANES])
-    block = call(aten.div.Tensor_mode, index, tokens, rounding_mode="floor")
+    split = call(aten.reshape.default, written, [1, batch, heads, words, LANES])
+    tile = call(aten.div.Tensor_mode, index, tokens, rounding_mode="floor")
     slot = call(aten.remainder.Scalar, index, tokens)
-    joined = call(aten.index_put_.default, place, [None, None, block, None, slot], split)
+    joined = call(aten.index_put_.default, place, [None, None, tile, None, slot], split)
     return call(aten.squeeze.dim, int32_words(call, joined), -1)
+
+
+def _shape(read: StoredRead) -> Shape:
+    return tuple(int(size) for size in _node(read.loaded.args[0]).meta["val"].shape)

@@ -1,14 +1,11 @@
 """One-token attention over a stored cache in the form that Inductor turns into the fastest loops.
 
 Its loads of int8 are slow, and a row of keys is a sum across lanes. So four codes are loaded as one int32 and taken
-apart by shifts, and tokens lie in lanes: keys ``[B, H, W/4, L, 4]`` and values, in N blocks of T tokens,
-``[B, H, N, W/4, T, 4]`` in the place of ``[B, H, L, W]``, W bytes a token. The query heads that share a KV head read
-each code once:
+apart by shifts, and the caches lie such that lanes are never summed and memory is read from end to end
+(``lane_layouts``). The query heads that share a KV head read each code once:
 
-    s[g, l] = Σ_c Σ_j q[g, 4c + j] · code_j(K[c, l])
-    o[g, 4c + j] = Σ_n Σ_t e[g, n, t] · code_j(V[n, c, t]) / Σ_l e[g, l]
-
-A block of e stays in the nearest cache while its values go by, and they lie one behind the other in memory.
+    s[g, n, t] = Σ_c Σ_j q[g, 4c + j] · code_j(K[n, c, t])
+    o[g, 4c + j] = Σ_l e[g, l] · code_j(V[l, c]) / Σ_l e[g, l]
 
 with e = exp(s − max s). What is subtracted from all codes of a channel, a static zero point or the lowest code of two
 in a byte, is for keys the same at every l of a query, which softmax does not see, and for values is subtracted from the
@@ -19,13 +16,10 @@ import torch
 from torch.fx import Node
 
 from graphquant.passes.editor import CallBuilder
+from graphquant.passes.lane_layouts import LANES
 from graphquant.passes.stored_reads import StoredRead
 
 aten = torch.ops.aten
-BLOCK, SHORTEST = 1024, 256
-"""Tokens of a block of values: few enough to stay near, enough that a block is worth its overhead."""
-LANES = 4
-"""Codes, or bytes of codes, in an int32."""
 
 
 def int32_words(call: CallBuilder, codes: Node) -> Node:
@@ -70,14 +64,16 @@ def _bits(call: CallBuilder, words: Node, right: int, mask: int) -> Node:
 
 
 def scores_of(call: CallBuilder, query: Node, words: Node, read: StoredRead) -> Node:
-    """Q·Kᵀ ``[B, H, G, L]``, less what softmax does not see."""
+    """Q·Kᵀ ``[B, H, G, L]`` for ``words [B, H, N, W/4, T]`` of keys, less what softmax does not see."""
     q, codes = kept(call, query), _codes(call, words, read)
+    batch, heads = (int(size) for size in words.meta["val"].shape[:2])
     rows = []
     for group in range(int(q.meta["val"].shape[2])):
         row = call(aten.select.int, q, 2, group)
         factors = _by_code(call, row, len(codes))
         products = [call(aten.mul.Tensor, factor, code) for factor, code in zip(factors, codes, strict=True)]
-        rows.append(call(aten.sum.dim_IntList, _tree(call, products), [2]))
+        sums = call(aten.sum.dim_IntList, _tree(call, products), [3])
+        rows.append(call(aten.view.default, sums, [batch, heads, -1]))
     scores = call(aten.stack.default, rows, 2)
     if read.scale is None:
         return scores
@@ -95,7 +91,7 @@ def _by_token(call: CallBuilder, factor: Node | float) -> Node | float:
 
 
 def _by_code(call: CallBuilder, row: Node, count: int) -> list[Node]:
-    """The channels of ``row [B, H, D]`` that go with each of the codes of a word, ``[B, H, W/4, 1]``."""
+    """The channels of ``row [B, H, D]`` that go with each of the codes of a word, ``[B, H, 1, W/4, 1]``."""
     width = int(row.meta["val"].shape[-1])
     halves = count // LANES
     parts = [
@@ -103,7 +99,7 @@ def _by_code(call: CallBuilder, row: Node, count: int) -> list[Node]:
         for half in range(halves)
         for byte in range(LANES)
     ]
-    return [call(aten.unsqueeze.default, part, -1) for part in parts]
+    return [call(aten.unsqueeze.default, call(aten.unsqueeze.default, part, -1), 2) for part in parts]
 
 
 def _tree(call: CallBuilder, terms: list[Node]) -> Node:
@@ -122,18 +118,17 @@ def masked(call: CallBuilder, scores: Node, mask: Node) -> Node:
 
 
 def output_of(call: CallBuilder, weights: Node, total: Node, words: Node, read: StoredRead) -> Node:
-    """``e·V / Σ e  [B, H, G, D]`` for ``words [B, H, N, W/4, T]`` of values."""
+    """``e·V / Σ e  [B, H, G, D]`` of words: tiles ``[B, H, N, W/4, T]`` or chunks ``[B, H, M, N, T, 16]``."""
     scaled = weights
     if read.scale is not None:
         scaled = call(aten.mul.Tensor, weights, _by_token(call, read.scale))
-    batch, heads, count, _, tokens = (int(size) for size in words.meta["val"].shape)
-    codes = _codes(call, words, read)
+    codes, sizes = _codes(call, words, read), [int(size) for size in words.meta["val"].shape]
     rows = []
     for group in range(int(weights.meta["val"].shape[2])):
-        row = call(aten.view.default, call(aten.select.int, scaled, 2, group), [batch, heads, count, 1, tokens])
-        sums = [_summed(call, call(aten.mul.Tensor, row, code)) for code in codes]
+        row = call(aten.select.int, scaled, 2, group)
+        sums = [_summed(call, call(aten.mul.Tensor, _beside(call, row, sizes), code)) for code in codes]
         halves = [
-            call(aten.view.default, call(aten.stack.default, sums[start : start + LANES], -1), [batch, heads, -1])
+            call(aten.view.default, call(aten.stack.default, sums[start : start + LANES], -1), [*sizes[:2], -1])
             for start in range(0, len(sums), LANES)
         ]
         rows.append(halves[0] if len(halves) == 1 else call(aten.cat.default, halves, -1))
@@ -145,12 +140,14 @@ def output_of(call: CallBuilder, weights: Node, total: Node, words: Node, read: 
     return call(aten.sub.Tensor, out, shift) if read.scale is None and shift != 0 else out
 
 
-def blocks(length: int) -> tuple[int, int]:
-    """A length as blocks of the largest size that is not too long; where only short ones divide it, as one."""
-    size = next(size for size in range(min(length, BLOCK), 0, -1) if length % size == 0)
-    return (length // size, size) if size >= SHORTEST else (1, length)
+def _beside(call: CallBuilder, row: Node, sizes: list[int]) -> Node:
+    """Weights ``[B, H, L]`` as they multiply words of values of these sizes, tiles or chunks."""
+    batch, heads, *rest = sizes
+    view = [rest[0], 1, rest[2]] if len(rest) == 3 else [1, rest[1], rest[2], 1]
+    return call(aten.view.default, row, [batch, heads, *view])
 
 
 def _summed(call: CallBuilder, products: Node) -> Node:
-    """The sum over the tokens of each block, and over blocks."""
-    return call(aten.sum.dim_IntList, call(aten.sum.dim_IntList, products, [-1]), [2])
+    """The sum over the tokens of each block, and over blocks: they are dims T and N of tiles or chunks."""
+    tokens, count = (4, 2) if products.meta["val"].dim() == 5 else (4, 3)
+    return call(aten.sum.dim_IntList, call(aten.sum.dim_IntList, products, [tokens]), [count])

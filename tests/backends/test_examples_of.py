@@ -15,6 +15,7 @@ from graphquant.errors import MismatchError
 from graphquant.loops import caller, runnable
 from tests.passes.helpers import args
 from tests.passes.stepping import config, program, stored
+from tests.passes.stored import both, static
 from tests.tiny import VOCABULARY, tiny_llama
 
 FOUR, ONES = [3, 1, 1, 1], [1, 1, 1, 1]
@@ -34,6 +35,10 @@ def codes(form: str, strategy: str = "attn_head", **options: Any) -> torch.expor
     return stored(form, "states", config("states", args(strategy, **options), args(strategy)), torch.float32)
 
 
+def in_lanes(one: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    return gq.fuse_decode(gq.fold_scales(gq.pack_gqa(one)))
+
+
 def test_texts_and_steps() -> None:
     assert sizes(program("none")) == [(2, 8), (1, 7)]
     assert sizes(program("none"), max_batch=1, max_sequence=3) == [(1, 3), (1, 3)]
@@ -49,8 +54,7 @@ def test_texts_and_steps() -> None:
 @pytest.mark.parametrize("strategy", ["attn_head", "token"])
 def test_what_conversion_leaves_is_stepped_through_too(strategy: str) -> None:
     one = gq.specialize(codes("static", strategy), sequence=1)
-    lanes = gq.fuse_decode(gq.pack_gqa(one) if strategy == "token" else gq.fold_scales(gq.pack_gqa(one)))
-    assert sizes(lanes) == [(1, 1)] * 4
+    assert sizes(in_lanes(one)) == [(1, 1)] * 4
     past = codes("inputs", strategy, symmetric=False)
     assert sizes(past) == [(rows, tokens) for rows in (2, 1) for tokens in FOUR]
     decode = gq.specialize(past, sequence=1)
@@ -65,6 +69,7 @@ def test_a_cache_that_is_soon_full() -> None:
     for length, steps in ((2, [1, 1]), (3, [1, 1, 1])):
         made = gq.capture(tiny_llama(num_hidden_layers=1), cache="static", max_cache_len=length, sequence=1)
         assert [tokens for _, tokens in sizes(made)] == steps
+        assert sizes(in_lanes(static(both(), length=length, layers=1, sequence=1))) == [(1, 1)] * length
     made = gq.capture(tiny_llama(num_hidden_layers=1), cache="static", max_cache_len=6, sequence=4)
     assert sizes(made) == [(1, 4)]
 

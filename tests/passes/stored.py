@@ -28,18 +28,24 @@ def projections(**args: Any) -> gq.QuantizationConfig:
 
 
 @cache
-def captured(kv_heads: int = 2, layers: int = 2, **options: Any) -> ExportedProgram:
+def captured(kv_heads: int = 2, layers: int = 2, head_dim: int = 8, **options: Any) -> ExportedProgram:
     """A tiny Llama, captured."""
-    return gq.capture(tiny_llama(num_key_value_heads=kv_heads, num_hidden_layers=layers), **options)
+    made = tiny_llama(num_key_value_heads=kv_heads, num_hidden_layers=layers, head_dim=head_dim)
+    return gq.capture(made, **options)
 
 
 def static(
-    config: gq.QuantizationConfig, kv_heads: int = 2, length: int = stepping.LENGTH, layers: int = 2, **options: Any
+    config: gq.QuantizationConfig,
+    kv_heads: int = 2,
+    length: int = stepping.LENGTH,
+    layers: int = 2,
+    head_dim: int = 8,
+    **options: Any,
 ) -> ExportedProgram:
     """The static program of ``config``, its cache stored, calibrated without a cache."""
-    prepared = gq.prepare(captured(kv_heads, layers), config)
+    prepared = gq.prepare(captured(kv_heads, layers, head_dim), config)
     calibration = gq.calibrate(prepared, tiny_batches(), progress=False)
-    program = captured(kv_heads, layers, cache="static", max_cache_len=length, **options)
+    program = captured(kv_heads, layers, head_dim, cache="static", max_cache_len=length, **options)
     return gq.convert(program, calibration, config, kv_cache="stored")
 
 
