@@ -4,13 +4,13 @@ python examples/generate.py                                       int8, one prom
 python examples/generate.py --preset int4-kproj-v --batch 2       4 bits, keys before rotary embedding, two rows
 python examples/generate.py --prompt-tokens 200 --new-tokens 65   200 tokens of held-out text for a prompt
 python examples/generate.py --dtype float64                       the same without float32's rounding
+python examples/generate.py --lanes                               prefill, then steps in the form that is fastest
 
 Dims: B rows, S tokens of a prompt, N new tokens, V vocabulary.
 """
 
 import argparse
 import json
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from graphquant.models import load_model
 from graphquant.progress import working
 from graphquant.tables import cell
 
-Model = Callable[..., Tensor]
+Model = torch.nn.Module
 PROMPT = "Python is a programming language that"
 
 
@@ -49,8 +49,11 @@ def main() -> None:
         stored = gq.convert(program, calibration, gq.preset(options.preset), kv_cache="stored")
         if options.compile:
             stored = gq.fold_scales(gq.pack_gqa(stored))
+        one = gq.fuse_decode(gq.fold_scales(gq.pack_gqa(gq.specialize(stored, sequence=1)))) if options.lanes else None
     module = runnable(stored)  # with buffers of its own: those of the program stay empty
-    step = torch.compile(module, dynamic=False) if options.compile else module
+    step = module if one is None else runnable(one)
+    if options.compile or options.lanes:
+        step = torch.compile(step, dynamic=False)
     new, logits = decode(module, step, ids, options.new_tokens)
     whole = torch.cat([ids, new], 1)
     texts = [loaded.tokenizer.decode(row) for row in whole]
@@ -77,7 +80,9 @@ def parse() -> argparse.Namespace:
     add("--length", type=count, default=256, help="tokens a row")
     add("--layers", type=count, help="the first layers only")
     add("--dtype", choices=("float32", "float64"), default="float32", help="of the model; codes stay what they are")
-    add("--compile", action="store_true", help="pack the heads, fold the scales, and torch.compile the step")
+    compiled = parser.add_mutually_exclusive_group().add_argument
+    compiled("--compile", action="store_true", help="pack the heads, fold the scales, and torch.compile the step")
+    compiled("--lanes", action="store_true", help="the step in lanes too: a graph of its own, of one token, compiled")
     add("--json", action="store_true", help="print JSON")
     return parser.parse_args()
 
@@ -115,6 +120,8 @@ def decode(prefill: Model, step: Model, ids: Tensor, new_tokens: int) -> tuple[T
     """Greedy: the new tokens ``[B, N]``, and the logits ``[B, N, V]`` that each was taken from."""
     seen = ids.shape[1]
     logits = [prefill(input_ids=ids, cache_position=torch.arange(seen))[:, -1]]
+    if getattr(step, "_orig_mod", step) is not prefill:
+        gq.carry_caches(prefill, step)
     token = [logits[0].argmax(-1, keepdim=True)]
     for position in tqdm(range(seen, seen + new_tokens - 1), desc="decoding", unit="token", delay=2.0, leave=False):
         logits.append(step(input_ids=token[-1], cache_position=torch.tensor([position]))[:, -1])

@@ -150,9 +150,10 @@ def test_generate_refuses_before_it_runs(
 
 
 @pytest.mark.slow
-def test_generate(tmp_path: Path) -> None:
+@pytest.mark.parametrize("compiled", ["--compile", "--lanes"])
+def test_generate(tmp_path: Path, compiled: str) -> None:
     options = ("--layers", "2", "--samples", "1", "--length", "64", "--new-tokens", "4", "--max-cache-len", "32")
-    printed = run("examples/generate.py", *options, "--batch", "2", "--compile", cwd=tmp_path)
+    printed = run("examples/generate.py", *options, "--batch", "2", compiled, cwd=tmp_path)
     assert printed.count("Python is a programming language that") == 2
     figures = dict(line.rsplit(maxsplit=1) for line in printed.splitlines()[-7:])
     assert float(figures["top-1 agreement"]) == 1

@@ -10,11 +10,13 @@ import graphquant as gq
 from graphquant.backends import BACKENDS
 from graphquant.backends.checking import Reference
 from graphquant.errors import LowerError, OutputError
+from graphquant.loops import runnable
 from graphquant.passes.redialect import redialect
 from graphquant.passes.watching import with_outputs
 from graphquant.records import records
 from tests.backends.agreement import disagreement
 from tests.passes.helpers import args, config
+from tests.passes.stored import both, static
 from tests.tiny import tiny_batch, tiny_batches, tiny_llama
 
 pytestmark = pytest.mark.slow
@@ -76,6 +78,25 @@ def test_torch_compile_keeps_a_cache_and_forgets_it_when_told(tmp_path: Path) ->
     with torch.no_grad():
         whole = model(torch.cat([first["input_ids"], second["input_ids"]], 1)).logits
     torch.testing.assert_close(outputs[1][:, -1], whole[:, -1], rtol=1e-4, atol=1e-5)
+
+
+def test_a_package_goes_on_from_a_prefill(tmp_path: Path) -> None:
+    """As docs/stored-cache.md says it: torch gives the caches to the package by their names."""
+    stored = static(both(strategy="attn_head"), layers=1, head_dim=64)
+    one = gq.fuse_decode(gq.fold_scales(gq.pack_gqa(gq.specialize(stored, sequence=1))))
+    gq.lower(one, "inductor").save(tmp_path / "step.pt2")
+    package = torch._inductor.aoti_load_package(str(tmp_path / "step.pt2"))
+    prefill, step = runnable(stored), runnable(one)
+    ids = tiny_batch(1, 6)["input_ids"]
+    with torch.no_grad():
+        prefill(input_ids=ids[:, :5], cache_position=torch.arange(5))
+        gq.carry_caches(prefill, step)
+        held = dict(step.named_buffers())
+        caches = {name: held[name] for name in package.get_constant_fqns() if "_cache_" in name}
+        assert len(caches) == 2
+        package.load_constants(caches, check_full_update=False)
+        last = {"input_ids": ids[:, 5:], "cache_position": torch.tensor([5])}
+        torch.testing.assert_close(package(**last), prefill(**last), rtol=1e-4, atol=1e-5)
 
 
 def test_a_form_that_there_is_not() -> None:

@@ -36,9 +36,8 @@ def prepared(
 @pytest.mark.parametrize("head_dim", [8, 128], ids=["tiles", "chunks"])
 def test_lanes_compute_the_same(strategy: str, number: dict[str, Any], head_dim: int) -> None:
     config = both(strategy=strategy, **number, **({"group_size": 4} if strategy == "group" else {}))
-    before = prepared(
-        config, layers=1, head_dim=head_dim
-    )  # in a further layer a rounding may move a value across a tie
+    # One layer: in a further one a rounding may move a value across a tie of its own scale.
+    before = prepared(config, layers=1, head_dim=head_dim)
     after = gq.fuse_decode(before)
     assert calls(after, "scaled_dot_product_attention") == 0
     torch.testing.assert_close(logits(after), logits(before), rtol=1e-5, atol=1e-6)
