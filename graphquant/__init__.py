@@ -7,7 +7,7 @@ from graphquant.carrying import carry_caches
 from graphquant.config import QuantizationArgs, QuantizationConfig, QuantizationScheme, preset
 from graphquant.evaluation import Evaluation, evaluate
 from graphquant.graph import find_attention
-from graphquant.loops import calibrate
+from graphquant.loops import calibrate, runnable
 from graphquant.measuring import Measurement, measure
 from graphquant.passes import calibration_of, convert, fold_scales, fuse_decode, pack_gqa, prepare, set_mode, specialize
 from graphquant.report import Report, report
@@ -35,6 +35,7 @@ __all__ = [
     "prepare",
     "preset",
     "report",
+    "runnable",
     "set_mode",
     "specialize",
 ]

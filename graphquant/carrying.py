@@ -1,69 +1,96 @@
 """From one program's caches to another's: what a prefill wrote, for a decode step to go on from."""
 
+import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from graphquant.errors import DataError
-from graphquant.graph import ops
+from graphquant.graph.writes import shared
 from graphquant.passes.lane_layouts import arranged, carries
+from graphquant.records import SiteRecord, record_of
 
 
 def carry_caches(source: nn.Module, target: nn.Module) -> None:
     """Copy the caches of one program's module into another's, ``[B, H, L, D]`` into lanes where the other has those.
 
-    The modules are ``program.module()`` of two programs with a static cache, converted from one calibration, or
-    torch.compile's of them: one takes a text at once, the other a token a step.
+    The modules are ``runnable`` of two programs with a static cache, converted from one calibration, or torch.compile's
+    of them: one takes a text at once, the other a token a step.
 
     Raises:
-        DataError: the target writes to no buffer, or the source has none of that name, dtype and size.
+        DataError: one is no such module, or their caches differ in name, dtype, size, or in what their codes mean.
     """
-    held = dict(_plain(source).named_buffers())
-    wanted = _written(_plain(target))
+    first, second = _graph_module(source), _graph_module(target)
+    held, wanted = _caches(first), _caches(second)
     if not wanted:
-        raise DataError(f"the {type(target).__name__} to carry to writes to no buffer: capture with cache='static'")
-    for name, cache in wanted.items():
-        _check(name, held.get(name), cache)
+        raise DataError("the module to carry to writes to no buffer: capture with cache='static'")
+    for name in dict.fromkeys([*wanted, *held]):
+        _check(name, held.get(name), wanted.get(name))
+    _check_codes(first, second)
     for name, cache in wanted.items():
         found = held[name]
         cache.copy_(found if found.shape == cache.shape else arranged(found, tuple(cache.shape)))
 
 
-def _plain(module: nn.Module) -> nn.Module:
-    """The module behind torch.compile's."""
+def _graph_module(module: object) -> GraphModule:
+    """The program's module, also behind torch.compile's."""
     plain = getattr(module, "_orig_mod", module)
-    assert isinstance(plain, nn.Module)
+    if not isinstance(plain, GraphModule):
+        raise DataError(f"expected runnable(program) or torch.compile's of it, and found a {type(plain).__name__}")
     return plain
 
 
-def _written(module: nn.Module) -> dict[str, Tensor]:
+def _caches(module: GraphModule) -> dict[str, Tensor]:
     """The buffers that a program's module writes to."""
-    if not isinstance(module, GraphModule):
-        raise DataError(f"expected program.module(), and found a {type(module).__name__}")
     buffers = dict(module.named_buffers())
-    found = [_first(node) for node in module.graph.nodes if _in_place(node)]
-    return {name: buffers[name] for name in dict.fromkeys(found) if name in buffers}
+    written = [
+        str(place.target)
+        for node in module.graph.nodes
+        for place, writes in shared(node).items()
+        if writes and place.op == "get_attr"
+    ]
+    return {name: buffers[name] for name in dict.fromkeys(written)}
 
 
-def _in_place(node: Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    first = schema.arguments[0] if schema is not None and schema.arguments else None
-    return first is not None and first.alias_info is not None and first.alias_info.is_write
-
-
-def _first(node: Node) -> str:
-    """The name of the buffer that a call writes to, or of whatever else that is."""
-    while node.op == "call_function":
-        node = ops.first_input(node)
-    return str(node.target)
-
-
-def _check(name: str, found: Tensor | None, wanted: Tensor) -> None:
-    said = f"{name} {str(wanted.dtype).removeprefix('torch.')} {list(wanted.shape)}"
-    if found is None:
-        raise DataError(f"the source has no cache {said}: capture both with the same model and cache='static'")
-    if found.dtype != wanted.dtype or not (found.shape == wanted.shape or carries(found.shape, wanted.shape)):
-        given = f"{str(found.dtype).removeprefix('torch.')} {list(found.shape)}"
+def _check(name: str, found: Tensor | None, wanted: Tensor | None) -> None:
+    if found is None or wanted is None:
+        has, lacks, cache = ("target", "source", wanted) if found is None else ("source", "target", found)
+        assert cache is not None
         raise DataError(
-            f"the cache {said} cannot be filled from one of {given}: convert both programs with one calibration and "
-            "config, for the same rows and max_cache_len, and pass the one in lanes second"
+            f"the {has} has a cache {_said(name, cache)}, and the {lacks} has none: convert both programs with one "
+            "calibration and config, from one model and cache='static'"
         )
+    if found.data_ptr() == wanted.data_ptr():
+        raise DataError(f"{name} of both is one tensor: take runnable(program), which has buffers of its own")
+    if found.dtype != wanted.dtype or not (found.shape == wanted.shape or carries(found.shape, wanted.shape)):
+        raise DataError(
+            f"the cache {_said(name, wanted)} cannot be filled from {_said(name, found)}: convert both programs with "
+            "one calibration and config, for the same rows and max_cache_len, and pass the one in lanes second"
+        )
+
+
+def _said(name: str, cache: Tensor) -> str:
+    return f"{name} {str(cache.dtype).removeprefix('torch.')} {list(cache.shape)}"
+
+
+def _check_codes(source: GraphModule, target: GraphModule) -> None:
+    """Refuse codes that mean something else in the target: another format, scale or zero point of a site."""
+    theirs, ours = _stored(source), _stored(target)
+    first, second = dict(source.named_buffers()), dict(target.named_buffers())
+    for site in dict.fromkeys([*ours, *theirs]):
+        found, expected = (
+            kind[site].quantization_args.summary() if site in kind else "floats" for kind in (theirs, ours)
+        )
+        if found != expected:
+            raise DataError(f"{site} is {found} in the source and {expected} in the target: {_ADVICE}")
+        for part in ("scale", "zero_point"):
+            before, after = (buffers.get(f"{site}_{part}") for buffers in (first, second))
+            if before is not None and after is not None and not torch.equal(before, after):
+                raise DataError(f"{site} has another {part} in the source than in the target: {_ADVICE}")
+
+
+def _stored(module: GraphModule) -> dict[str, SiteRecord]:
+    found = [record for node in module.graph.nodes if (record := record_of(node)) is not None]
+    return {record.site: record for record in found if record.stored is not None}
+
+
+_ADVICE = "convert both programs with one calibration and config"

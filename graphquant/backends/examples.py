@@ -60,8 +60,9 @@ def examples_of(program: ExportedProgram, given: Sequence[Batch] | None, options
 
 
 def _sizes(program: ExportedProgram) -> tuple[int | None, int | None]:
-    """Batch and sequence of the first input, None where it is of any size."""
-    first = program.graph_signature.user_inputs[0]
+    """Batch and sequence of the token ids, or else of the first input; None where it is of any size."""
+    inputs = program.graph_signature.user_inputs
+    first = "input_ids" if "input_ids" in inputs else inputs[0]
     shape = next(node.meta["val"].shape for node in program.graph.nodes if node.name == first)
     fixed = [dim if isinstance(dim, int) else None for dim in (*shape, 1, 1)]
     return fixed[0], fixed[1]

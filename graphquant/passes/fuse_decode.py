@@ -12,6 +12,7 @@ from graphquant.passes.lane_layouts import LANES, Shape, blocks, is_tiles, key_s
 from graphquant.passes.lanes import int32_words, masked, output_of, scores_of
 from graphquant.passes.placing import erase_dead
 from graphquant.passes.stored_reads import StoredCore, StoredRead, stored_cores
+from graphquant.records import RECORD
 
 aten = torch.ops.aten
 
@@ -20,41 +21,59 @@ def fuse_decode(program: ExportedProgram) -> ExportedProgram:
     """Say the attention of one token a step as lanes of integers; for graphs of one token, packed and folded before.
 
     Keys get the shape ``[B, H, L/32, W/4, 32, 4]``, W bytes a token, and values ``[B, H, W/64, L, 64]``, or other sizes
-    where those divide nothing; logits change by rounding only.
+    where those divide nothing; logits change by rounding only. An attention over a cache of floats stays as it was.
 
     Raises:
-        ConvertError: no core is one of a single token over 8- or 4-bit integer caches in buffers.
+        ConvertError: no attention reads a stored cache of states, or one does which lanes do not take.
     """
     editor = ProgramEditor(program, program.state_dict)
-    cores = [core for core in stored_cores(editor.graph) if _fits(core)]
+    cores = list(stored_cores(editor.graph))
     if not cores:
         raise ConvertError(
-            "no attention reads keys and values of one token a step from integer caches in buffers: capture with "
-            "cache='static' and sequence=1, convert with kv_cache='stored', pack_gqa and fold_scales, then fuse_decode"
+            "no attention reads keys and values from a cache of codes without repeating its heads: capture with "
+            "cache='static' and sequence=1, convert states with kv_cache='stored', pack_gqa and fold_scales, then "
+            "fuse_decode; keys stored before rotary embedding have no lanes"
         )
+    for core in cores:
+        reason = _misfit(core)
+        if reason is not None:
+            raise ConvertError(f"lanes do not take the attention {core.node.name}: {reason}")
     with torch.no_grad():
         for core in cores:
             _fuse(editor, core)
         return editor.finish()
 
 
-def _fits(core: StoredCore) -> bool:
-    """Whether a core is one that lanes can say: integer caches of whole int32 words, of one token a step."""
+def _misfit(core: StoredCore) -> str | None:
+    """Why a core is none that lanes can say: expected are integer caches of whole int32 words, of one token a step."""
     given, query = ops.bound(core.node), core.node.args[0]
-    if core.key is None or core.value is None or not isinstance(query, Node):
-        return False
-    value = query.meta["val"]
-    plain = not given["is_causal"] and not given["dropout_p"]
-    return bool(plain and isinstance(value.shape[2], int) and _is_lanes(core.key) and _is_lanes(core.value))
+    if core.key is None or core.value is None:
+        part, other = ("keys", "values") if core.key is None else ("values", "keys")
+        return f"its {part} are not stored as states, and its {other} are: store both, or neither"
+    if given["is_causal"] or given["dropout_p"]:
+        return "it is causal or has dropout, and one token a step has neither"
+    if not isinstance(query, Node) or not isinstance(query.meta["val"].shape[2], int):
+        return _ONE_TOKEN
+    reasons = [_misfit_read(read) for read in (core.key, core.value)]
+    return next((reason for reason in reasons if reason is not None), None)
 
 
-def _is_lanes(read: StoredRead) -> bool:
-    """Whether a cache in a buffer holds whole words of integers, one token is written, and no static scale is left."""
-    write, value = read.loaded, read.loaded.meta["val"]
-    if ops.op_name(write) not in INDEXED or value.dim() != 4 or value.shape[-1] % LANES:
-        return False
-    one = bool(_node(write.args[-1]).meta["val"].shape[2] == 1)
-    return one and read.args.type != "float" and (read.scale is None or bool(read.args.dynamic))
+def _misfit_read(read: StoredRead) -> str | None:
+    write, value, site = read.loaded, read.loaded.meta["val"], read.record.site
+    if read.args.type == "float":
+        return f"{site} is fp8; expected integers"
+    if ops.op_name(write) not in INDEXED or value.dim() != 4:
+        return f"the cache of {site} is no buffer [B, H, L, D]: capture with cache='static'"
+    if _node(write.args[-1]).meta["val"].shape[2] != 1:
+        return _ONE_TOKEN
+    if value.shape[-1] % LANES:
+        return f"{site} has {value.shape[-1]} bytes a token and head in its cache; expected a multiple of {LANES}"
+    if read.scale is not None and not read.args.dynamic:
+        return f"{site} has a scale that is not folded: fold_scales first"
+    return None
+
+
+_ONE_TOKEN = "it takes more than one token a step: specialize(program, sequence=1) first"
 
 
 def _node(argument: object) -> Node:
@@ -74,17 +93,26 @@ def _fuse(editor: ProgramEditor, core: StoredCore) -> None:
     scores = scores_of(call, call(aten.mul.Tensor, wide, scale), keys, key)
     if bound["attn_mask"] is not None:
         scores = masked(call, scores, bound["attn_mask"])
-    top = call(aten.amax.default, scores, [-1], True)
+    # Where the mask hides all tokens of a row, sdpa gives zeros: -inf less -inf, and 0 by 0, would be NaN.
+    top = call(aten.clamp_min.default, call(aten.amax.default, scores, [-1], True), torch.finfo(torch.float32).min)
     weights = call(aten.exp.default, call(aten.sub.Tensor, scores, top))
-    out = output_of(call, weights, call(aten.sum.dim_IntList, weights, [-1], True), values, value)
+    out = output_of(call, weights, values, value)
     if dtype != torch.float32:
         out = call(aten._to_copy.default, out, dtype=dtype)
-    # The records go to the nodes that read now: the report shows them still.
-    keys.meta["custom"], values.meta["custom"] = key.operand.meta["custom"], value.operand.meta["custom"]
+    for read, words in ((key, keys), (value, values)):
+        _retell(read, words)
     core.node.replace_all_uses_with(out)
     erase_dead(core.node)
     for read in (key, value):
         editor.graph.erase_node(read.loaded)  # a write, which nothing reads any more
+
+
+def _retell(read: StoredRead, words: Node) -> None:
+    """Put a site's record, which the report shows, on the node that reads its cache now, with the cache's new shape."""
+    told = {**read.operand.meta["custom"][RECORD]}
+    place = _node(read.loaded.args[0])
+    told["stored"] = told["stored"].split("[")[0] + str(list(place.meta["val"].shape))
+    words.meta["custom"] = {RECORD: told}
 
 
 def _keys(editor: ProgramEditor, read: StoredRead) -> Node:
@@ -117,6 +145,8 @@ def _in_tiles(editor: ProgramEditor, read: StoredRead, shape: Shape) -> Node:
     call = editor.after(write)
     split = call(aten.reshape.default, written, [1, batch, heads, words, LANES])
     tile = call(aten.div.Tensor_mode, index, tokens, rounding_mode="floor")
+    # One before the first tile would be the last.
+    tile = call(aten.masked_fill.Scalar, tile, call(aten.lt.Scalar, index, 0), shape[2])
     slot = call(aten.remainder.Scalar, index, tokens)
     joined = call(aten.index_put_.default, place, [None, None, tile, None, slot], split)
     return call(aten.squeeze.dim, int32_words(call, joined), -1)

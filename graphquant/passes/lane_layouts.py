@@ -6,7 +6,8 @@ Two shapes, both such that one token of attention reads its cache from end to en
 - chunks ``[B, H, W/64, L, 64]``: as many bytes of a token as the widest vector has, and then of the next token.
 
 Keys lie in tiles of 32 tokens: a score is a sum over W, tokens are lanes. Values, whose sum is over tokens, lie in
-chunks, where bytes are lanes; those that no chunks divide lie in tiles of up to 1024 tokens.
+chunks, where bytes are lanes; those that no chunks divide lie in tiles of up to 1024 tokens. A length that no tile
+divides is one tile.
 """
 
 from torch import Tensor

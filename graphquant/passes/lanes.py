@@ -117,9 +117,9 @@ def masked(call: CallBuilder, scores: Node, mask: Node) -> Node:
     return call(aten.add.Tensor, scores, kept(call, mask))
 
 
-def output_of(call: CallBuilder, weights: Node, total: Node, words: Node, read: StoredRead) -> Node:
+def output_of(call: CallBuilder, weights: Node, words: Node, read: StoredRead) -> Node:
     """``e·V / Σ e  [B, H, G, D]`` of words: tiles ``[B, H, N, W/4, T]`` or chunks ``[B, H, M, N, T, 16]``."""
-    scaled = weights
+    scaled, total = weights, call(aten.sum.dim_IntList, weights, [-1], True)
     if read.scale is not None:
         scaled = call(aten.mul.Tensor, weights, _by_token(call, read.scale))
     codes, sizes = _codes(call, words, read), [int(size) for size in words.meta["val"].shape]
@@ -133,11 +133,12 @@ def output_of(call: CallBuilder, weights: Node, total: Node, words: Node, read: 
         ]
         rows.append(halves[0] if len(halves) == 1 else call(aten.cat.default, halves, -1))
     out, shift = call(aten.stack.default, rows, 2), _shift(call, read)
-    if read.scale is not None and shift != 0:  # per token
-        lost = call(aten.mul.Tensor, scaled, _by_token(call, shift))
-        out = call(aten.sub.Tensor, out, call(aten.sum.dim_IntList, lost, [-1], True))
-    out = call(aten.div.Tensor, out, total)
-    return call(aten.sub.Tensor, out, shift) if read.scale is None and shift != 0 else out
+    if shift != 0:
+        per_token = call(aten.mul.Tensor, scaled, _by_token(call, shift)) if read.scale is not None else None
+        lost = call(aten.sum.dim_IntList, per_token, [-1], True) if per_token else call(aten.mul.Tensor, total, shift)
+        out = call(aten.sub.Tensor, out, lost)
+    # The largest weight is 1, so a sum below 1 is one of nothing.
+    return call(aten.div.Tensor, out, call(aten.clamp_min.default, total, 1.0))
 
 
 def _beside(call: CallBuilder, row: Node, sizes: list[int]) -> Node:

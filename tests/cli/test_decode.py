@@ -1,6 +1,7 @@
 """``graphquant decode``: from a model and saved statistics to a program with a cache."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -48,13 +49,15 @@ def test_what_is_saved_is_what_the_functions_make(
         gq.preset("int8-kv-attn-head"),
         kv_cache="stored",
     )
-    for letter, change in {"p": gq.pack_gqa, "s": gq.fold_scales}.items():
+    one = partial(gq.specialize, sequence=1)
+    for letter, change in {"1": one, "p": gq.pack_gqa, "s": gq.fold_scales, "f": gq.fuse_decode}.items():
         expected = change(expected) if letter in passes else expected
     rows = int(captured.get("batch", 1))  # type: ignore[call-overload]
     for found, wanted in zip(steps(saved, rows), steps(expected, rows), strict=True):
         torch.testing.assert_close(found, wanted)
     assert saved.constants["key_cache_0"].dtype == torch.int8
-    assert (saved.constants["key_cache_0"].dim() == 5) == ("f" in passes)
+    assert saved.constants["key_cache_0"].shape == expected.constants["key_cache_0"].shape
+    assert (saved.constants["key_cache_0"].dim() == 6) == ("f" in passes)
 
 
 def test_a_cache_of_inputs_and_one_of_values(workspace: Workspace, here: Path) -> None:

@@ -4,11 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import graphquant as gq
 from graphquant.errors import ConvertError
 from graphquant.loops import runnable
-from tests.passes.stored import both, calls, logits, static
+from tests.passes.modules import x_of
+from tests.passes.stepping import Cached, quantizes
+from tests.passes.stored import both, calls, logits, projections, static
 from tests.tiny import tiny_batches, tiny_llama
 
 INTEGERS = [
@@ -23,6 +26,21 @@ INTEGERS = [
         ("uint", 3, False),
     )
 ]
+
+
+class Masked(Cached):
+    """A ``Cached`` that is given its mask."""
+
+    def forward(self, x: torch.Tensor, position: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        q, k, v = self.qkv(x)
+        self.keys.index_copy_(2, position, k)
+        self.values.index_copy_(2, position, v)
+        return self.join(F.scaled_dot_product_attention(q, self.keys, self.values, attn_mask=mask))
+
+
+def keys_alone() -> gq.QuantizationConfig:
+    scheme = gq.QuantizationScheme(targets=("role:attention",), key_states=gq.QuantizationArgs())
+    return gq.QuantizationConfig(config_groups={"k": scheme})
 
 
 def prepared(
@@ -73,7 +91,7 @@ def test_a_position_past_the_end_is_an_error(length: int, head_dim: int) -> None
     module = runnable(gq.fuse_decode(before))
     one = torch.ones(1, 1, dtype=torch.int64)
     module(input_ids=one, cache_position=torch.tensor([length - 1]))
-    for position in (length, length + 1, 2 * length):
+    for position in (length, length + 1, 2 * length, -1):
         with pytest.raises(IndexError, match="out of"):
             module(input_ids=one, cache_position=torch.tensor([position]))
 
@@ -104,17 +122,57 @@ def test_what_lies_where(head_dim: int, length: int, key: tuple[int, ...], value
     shapes = {name: tuple(value.shape) for name, value in after.constants.items() if "_cache_" in name}
     assert (shapes["key_cache_0"], shapes["value_cache_0"]) == (key, value)
     assert all(after.constants[name].dtype == torch.int8 for name in shapes)
-    assert [row.site for row in gq.report(after).rows] == [row.site for row in gq.report(prepared(both())).rows]
+    rows = gq.report(after).rows
+    assert [row.site for row in rows] == [row.site for row in gq.report(prepared(both())).rows]
+    assert [row.stored for row in rows[:2]] == [f"int8 key_cache_0 {list(key)}", f"int8 value_cache_0 {list(value)}"]
+
+
+def own(rows: int) -> Any:
+    """An own attention of one token a step with a mask as an input, stored, packed and folded."""
+    chosen = both(strategy="channel", type="uint", symmetric=False)
+    batch = {**one_token(rows), "mask": torch.ones(rows, 1, 1, Masked.length, dtype=torch.bool)}
+    stored = quantizes(Masked(rows=rows), batch, chosen)(kv_cache="stored")
+    return gq.fold_scales(gq.pack_gqa(stored))
+
+
+def one_token(rows: int) -> dict[str, torch.Tensor]:
+    return {"x": x_of(rows, 1), "position": torch.tensor([0])}
+
+
+def test_a_row_that_the_mask_hides_is_zero() -> None:
+    before = own(rows=2)
+    mask = torch.ones(2, 1, 1, Masked.length, dtype=torch.bool)
+    mask[1], mask[0, ..., 1:] = False, False
+    expected, found = (runnable(program)(**one_token(2), mask=mask) for program in (before, gq.fuse_decode(before)))
+    assert not found.isnan().any()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("make", "said"),
     [
-        lambda: gq.fold_scales(gq.pack_gqa(static(both()))),  # more than one token a step
-        lambda: gq.pack_gqa(static(both(), sequence=1)),  # a static scale is left
-        lambda: prepared(both(type="float")),
+        (lambda: gq.fold_scales(gq.pack_gqa(static(both()))), "it takes more than one token a step: specialize"),
+        (lambda: gq.pack_gqa(static(both(), sequence=1)), "layers.0.self_attn.key_states has a scale that is not fold"),
+        (lambda: prepared(both(type="float")), "model.layers.0.self_attn.key_states is fp8; expected integers"),
+        (lambda: prepared(both(), head_dim=6), "has 6 bytes a token and head in its cache; expected a multiple of 4"),
+        (lambda: prepared(both(num_bits=4), head_dim=12), "has 6 bytes a token and head in its cache"),
+        (lambda: static(both(), sequence=1), r"^no attention reads keys and values from a cache of codes without rep"),
+        (lambda: static(projections(strategy="channel"), kv_heads=4), "^no attention reads keys and values from a cac"),
+        (
+            lambda: gq.fold_scales(gq.pack_gqa(static(keys_alone(), sequence=1))),
+            "its values are not stored as states, and its keys are: store both, or neither",
+        ),
     ],
 )
-def test_what_lanes_do_not_take(make: Any) -> None:
-    with pytest.raises(ConvertError, match=r"^no attention reads keys and values of one token a step from integer"):
+def test_what_lanes_do_not_take(make: Any, said: str) -> None:
+    with pytest.raises(ConvertError, match=said):
         gq.fuse_decode(make())
+
+
+def test_an_attention_over_floats_stays_as_it_was() -> None:
+    first = gq.QuantizationConfig.from_dict(both().to_dict() | {"ignore": ["re:.*layers.1.*"]})
+    before = prepared(first)
+    after = gq.fuse_decode(before)
+    assert calls(after, "scaled_dot_product_attention") == 1
+    assert [after.constants[f"key_cache_{layer}"].dim() for layer in (0, 1)] == [6, 4]
+    torch.testing.assert_close(logits(after), logits(before), rtol=1e-5, atol=1e-6)
