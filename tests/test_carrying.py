@@ -69,8 +69,9 @@ def test_caches_of_one_shape_and_compiled_modules() -> None:
     torch.testing.assert_close(steps(target), steps(source))
 
 
-def test_a_cache_of_ones_own_naming_and_an_index_put() -> None:
-    module, batch = Cached(write="index_put", rows=2), positions(3, rows=2)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_cache_of_ones_own_naming_and_an_index_put(rows: int) -> None:
+    module, batch = Cached(write="index_put", rows=rows), positions(3, rows=rows)
     program = quantizes(module, batch, both())(kv_cache="stored")
     source, target = runnable(program), runnable(program)
     source(**batch)

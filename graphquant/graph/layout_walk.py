@@ -184,10 +184,19 @@ def _cat(node: Node, labels: Labels) -> Place | Stop:
 
 def _write(node: Node, labels: Labels) -> Place | Stop:
     args = ops.bound(node)
-    states: Node = args.get("source") or args.get("values") or args["src"]
+    states = _whole(args.get("source") or args.get("values") or args["src"], len(labels))
     if not _stored(ops.first_input(node)) or len(shape(states)) != len(labels):
         return Stop(node, f"{node.name} writes into a tensor that is no cache")
     return Place(states, labels, "cache")
+
+
+def _whole(states: Node, dims: int) -> Node:
+    """States as they were before dims of size 1 were left out in front, as torch does in ``cache[:, :, slots] = x``."""
+    source = ops.first_input(states) if ops.kind(states) in ("reshape", "squeeze") else states
+    before, after = shape(source), shape(states)
+    left = len(before) - len(after)
+    whole = len(before) == dims and all(size == 1 for size in before[:left]) and same_shape(before[left:], after)
+    return source if whole else states
 
 
 def _stored(node: Node) -> bool:

@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from graphquant.errors import ConvertError
 from graphquant.graph import AttentionSites, ops
-from graphquant.graph.caches import Cache, find_caches, slots
+from graphquant.graph.caches import Cache, find_caches, slots, source_of
 from graphquant.graph.sites import LETTERS
 from graphquant.passes.cache_safety import refuse_unsafe
 from graphquant.passes.dialects import Qparams, Spread, emit_codes, emit_values, spread_qparams
@@ -93,7 +93,7 @@ def store(
     """Store one planned site in its cache."""
     cache = storing.caches[planned.key]
     x, write, states = (editor.nodes[name] for name in (planned.site.node, cache.write, cache.states))
-    between, wanting = cone(states, x), readers(x, planned, sites, editor.nodes)
+    between, wanting = cone(source_of(write), x), readers(x, planned, sites, editor.nodes)
     storage = Storage.of(
         planned.args, int(x.meta["val"].shape[-1]), is_buffer=cache.is_buffer, where=planned.site.where
     )

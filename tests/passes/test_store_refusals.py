@@ -139,11 +139,14 @@ def test_what_is_loaded_is_what_was_stored(kind: str, shape: list[int], half: in
 
 
 @pytest.mark.parametrize("place", ["states", "outputs"])
-@pytest.mark.parametrize(("write", "added"), [("index_copy", "states"), ("index_put", "output")])
-def test_who_else_reads_the_states_reads_their_values(write: str, added: str, place: str) -> None:
+@pytest.mark.parametrize(
+    ("write", "added", "rows"),
+    [("index_copy", "states", 2), ("index_put", "output", 2), ("index_put", "states", 1), ("index_put", "output", 1)],
+)
+def test_who_else_reads_the_states_reads_their_values(write: str, added: str, rows: int, place: str) -> None:
     chosen = {"states": INT4, "outputs": OUTPUTS}[place]
-    convert = quantizes(Cached(added, "by position", write, rows=2), positions(5, rows=2), chosen)
-    x, results = x_of(2, 7), []
+    convert = quantizes(Cached(added, "by position", write, rows=rows), positions(5, rows=rows), chosen)
+    x, results = x_of(rows, 7), []
     for module in (runnable(convert(kv_cache="stored")), runnable(convert())):
         steps = [{"x": x[:, a:b], "position": torch.arange(a, b)} for a, b in ((0, 3), (3, 4), (4, 7))]
         results.append(torch.cat([module(**step).detach() for step in steps], dim=1))
