@@ -48,8 +48,10 @@ def _misfit(core: StoredCore) -> str | None:
     """Why a core is none that lanes can say: expected are integer caches of whole int32 words, of one token a step."""
     given, query = ops.bound(core.node), core.node.args[0]
     if core.key is None or core.value is None:
-        part, other = ("keys", "values") if core.key is None else ("values", "keys")
-        return f"its {part} are not stored as states, and its {other} are: store both, or neither"
+        stored, part = (core.value, "keys") if core.key is None else (core.key, "values")
+        site = "" if stored is None else stored.record.site
+        before = "what is stored before rotary embedding is not"
+        return f"beside {site} its {part} are not stored as states ({before}): store both so"
     if given["is_causal"] or given["dropout_p"]:
         return "it is causal or has dropout, and one token a step has neither"
     if not isinstance(query, Node) or not isinstance(query.meta["val"].shape[2], int):
