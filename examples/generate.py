@@ -49,12 +49,12 @@ def main() -> None:
         stored = gq.convert(program, calibration, gq.preset(options.preset), kv_cache="stored")
         if options.compile:
             stored = gq.fold_scales(gq.pack_gqa(stored))
-        one = gq.fuse_decode(gq.fold_scales(gq.pack_gqa(gq.specialize(stored, sequence=1)))) if options.lanes else None
-    module = runnable(stored)  # with buffers of its own: those of the program stay empty
-    step = module if one is None else runnable(one)
+        step = module = runnable(stored)  # with buffers of its own: those of the program stay empty
+        if options.lanes:
+            step = runnable(gq.fuse_decode(gq.fold_scales(gq.pack_gqa(gq.specialize(stored, sequence=1)))))
     if options.compile or options.lanes:
         step = torch.compile(step, dynamic=False)
-    new, logits = decode(module, step, ids, options.new_tokens)
+    new, logits = decode(module, step, ids, options.new_tokens, carry=options.lanes)
     whole = torch.cat([ids, new], 1)
     texts = [loaded.tokenizer.decode(row) for row in whole]
     facts = {"preset": options.preset, "prompt tokens": ids.shape[1]}
@@ -116,11 +116,14 @@ def prompts(options: argparse.Namespace, tokenizer: Any, text: Tensor) -> Tensor
 
 
 @torch.no_grad()
-def decode(prefill: Model, step: Model, ids: Tensor, new_tokens: int) -> tuple[Tensor, Tensor]:
-    """Greedy: the new tokens ``[B, N]``, and the logits ``[B, N, V]`` that each was taken from."""
+def decode(prefill: Model, step: Model, ids: Tensor, new_tokens: int, *, carry: bool = False) -> tuple[Tensor, Tensor]:
+    """Greedy: the new tokens ``[B, N]``, and the logits ``[B, N, V]`` that each was taken from.
+
+    ``carry`` where the step has caches of its own.
+    """
     seen = ids.shape[1]
     logits = [prefill(input_ids=ids, cache_position=torch.arange(seen))[:, -1]]
-    if getattr(step, "_orig_mod", step) is not prefill:
+    if carry:
         gq.carry_caches(prefill, step)
     token = [logits[0].argmax(-1, keepdim=True)]
     for position in tqdm(range(seen, seen + new_tokens - 1), desc="decoding", unit="token", delay=2.0, leave=False):

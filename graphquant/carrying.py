@@ -6,8 +6,11 @@ from torch.fx import GraphModule
 
 from graphquant.errors import DataError
 from graphquant.graph.writes import shared
+from graphquant.loops import shapes_of
 from graphquant.passes.lane_layouts import arranged, carries
 from graphquant.records import SiteRecord, record_of
+
+_ADVICE = "convert both programs with one calibration and config"
 
 
 def carry_caches(source: nn.Module, target: nn.Module) -> None:
@@ -56,20 +59,16 @@ def _check(name: str, found: Tensor | None, wanted: Tensor | None) -> None:
         has, lacks, cache = ("target", "source", wanted) if found is None else ("source", "target", found)
         assert cache is not None
         raise DataError(
-            f"the {has} has a cache {_said(name, cache)}, and the {lacks} has none: convert both programs with one "
-            "calibration and config, from one model and cache='static'"
+            f"the {has} has a cache {shapes_of({name: cache})}, and the {lacks} has none: {_ADVICE}, "
+            "from one model and cache='static'"
         )
     if found.data_ptr() == wanted.data_ptr():
         raise DataError(f"{name} of both is one tensor: take runnable(program), which has buffers of its own")
     if found.dtype != wanted.dtype or not (found.shape == wanted.shape or carries(found.shape, wanted.shape)):
         raise DataError(
-            f"the cache {_said(name, wanted)} cannot be filled from {_said(name, found)}: convert both programs with "
-            "one calibration and config, for the same rows and max_cache_len, and pass the one in lanes second"
+            f"the cache {shapes_of({name: wanted})} cannot be filled from {shapes_of({name: found})}: {_ADVICE}, "
+            "for the same rows and max_cache_len, and pass the one in lanes second"
         )
-
-
-def _said(name: str, cache: Tensor) -> str:
-    return f"{name} {str(cache.dtype).removeprefix('torch.')} {list(cache.shape)}"
 
 
 def _check_codes(source: GraphModule, target: GraphModule) -> None:
@@ -91,6 +90,3 @@ def _check_codes(source: GraphModule, target: GraphModule) -> None:
 def _stored(module: GraphModule) -> dict[str, SiteRecord]:
     found = [record for node in module.graph.nodes if (record := record_of(node)) is not None]
     return {record.site: record for record in found if record.stored is not None}
-
-
-_ADVICE = "convert both programs with one calibration and config"

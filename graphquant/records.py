@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
+from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import Node
 
@@ -85,6 +86,12 @@ class SiteRecord:
         """Read ``to_dict``'s form, extra keys left out."""
         fields = {name: data[name] for name in cls.__dataclass_fields__ if name in data or name != "stored"}
         return cls(**fields | {"also": tuple(data["also"]), "layout": tuple(data["layout"])})
+
+
+def cache_in_words(target: str, cache: Tensor) -> str:
+    """What ``SiteRecord.stored`` says of a cache: ``int8 key_cache_0 [1, 2, 32, 8]``."""
+    shape = ", ".join(map(str, cache.shape))
+    return f"{str(cache.dtype).removeprefix('torch.')} {target} [{shape}]"
 
 
 def node_name(key: str) -> str:

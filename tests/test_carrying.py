@@ -11,7 +11,7 @@ import graphquant as gq
 from graphquant.errors import DataError
 from graphquant.loops import runnable
 from tests.passes.stepping import Cached, positions, quantizes
-from tests.passes.stored import both
+from tests.passes.stored import both, in_lanes
 from tests.tiny import tiny_batch, tiny_llama
 
 TOKENS = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(3))
@@ -29,7 +29,7 @@ def stored(head_dim: int = 8, length: int = 32, batch: int = 1, seed: int = 0, *
 
 
 def lanes(program: ExportedProgram) -> ExportedProgram:
-    return gq.fuse_decode(gq.fold_scales(gq.pack_gqa(gq.specialize(program, sequence=1))))
+    return in_lanes(gq.specialize(program, sequence=1))
 
 
 def steps(module: Any, rows: int = 1) -> torch.Tensor:

@@ -79,14 +79,6 @@ def stored_in(write: Node) -> Node:
     return node
 
 
-def source_of(write: Node) -> Node:
-    """What a cache write joins to the cache: the states, or a view of them without a batch of 1."""
-    args = ops.bound(write)
-    source = args["tensors"][1] if ops.kind(write) == "cat" else args.get("source") or args["values"]
-    assert isinstance(source, Node)
-    return source
-
-
 def slots(write: Node) -> Node:
     """Where along the sequence an indexed write puts the states: the index of ``index_copy``, or of ``index_put``."""
     args = ops.bound(write)

@@ -183,8 +183,7 @@ def _cat(node: Node, labels: Labels) -> Place | Stop:
 
 
 def _write(node: Node, labels: Labels) -> Place | Stop:
-    args = ops.bound(node)
-    states = _whole(args.get("source") or args.get("values") or args["src"], len(labels))
+    states = _whole(ops.written(node), len(labels))
     if not _stored(ops.first_input(node)) or len(shape(states)) != len(labels):
         return Stop(node, f"{node.name} writes into a tensor that is no cache")
     return Place(states, labels, "cache")

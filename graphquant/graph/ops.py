@@ -93,6 +93,14 @@ def first_input(node: Node) -> Node:
     return tensor_inputs(node)[0]
 
 
+def written(node: Node) -> Node:
+    """What a cache write joins to the cache: the source or values of an indexed write, the second tensor of a cat."""
+    args = bound(node)
+    found = args["tensors"][1] if kind(node) == "cat" else args.get("source") or args.get("values") or args["src"]
+    assert isinstance(found, Node)
+    return found
+
+
 def factors(node: Node) -> tuple[Node, Node]:
     """Left and right operand of a ``matmul`` or ``addmm`` node, which may be one and the same."""
     args = list(bound(node).values())

@@ -12,7 +12,7 @@ from graphquant.passes.lane_layouts import LANES, Shape, blocks, is_tiles, key_s
 from graphquant.passes.lanes import int32_words, masked, output_of, scores_of
 from graphquant.passes.placing import erase_dead
 from graphquant.passes.stored_reads import StoredCore, StoredRead, stored_cores
-from graphquant.records import RECORD
+from graphquant.records import RECORD, cache_in_words
 
 aten = torch.ops.aten
 
@@ -48,16 +48,15 @@ def _misfit(core: StoredCore) -> str | None:
     """Why a core is none that lanes can say: expected are integer caches of whole int32 words, of one token a step."""
     given, query = ops.bound(core.node), core.node.args[0]
     if core.key is None or core.value is None:
-        stored, part = (core.value, "keys") if core.key is None else (core.key, "values")
-        site = "" if stored is None else stored.record.site
+        stored, part = core.key or core.value, "values" if core.key else "keys"
+        assert stored is not None
         before = "what is stored before rotary embedding is not"
-        return f"beside {site} its {part} are not stored as states ({before}): store both so"
+        return f"beside {stored.record.site} its {part} are not stored as states ({before}): store both so"
     if given["is_causal"] or given["dropout_p"]:
         return "it is causal or has dropout, and one token a step has neither"
     if not isinstance(query, Node) or not isinstance(query.meta["val"].shape[2], int):
         return _ONE_TOKEN
-    reasons = [_misfit_read(read) for read in (core.key, core.value)]
-    return next((reason for reason in reasons if reason is not None), None)
+    return _misfit_read(core.key) or _misfit_read(core.value)
 
 
 def _misfit_read(read: StoredRead) -> str | None:
@@ -66,7 +65,7 @@ def _misfit_read(read: StoredRead) -> str | None:
         return f"{site} is fp8; expected integers"
     if ops.op_name(write) not in INDEXED or value.dim() != 4:
         return f"the cache of {site} is no buffer [B, H, L, D]: capture with cache='static'"
-    if _node(write.args[-1]).meta["val"].shape[2] != 1:
+    if ops.written(write).meta["val"].shape[2] != 1:
         return _ONE_TOKEN
     if value.shape[-1] % LANES:
         return f"{site} has {value.shape[-1]} bytes a token and head in its cache; expected a multiple of {LANES}"
@@ -102,19 +101,18 @@ def _fuse(editor: ProgramEditor, core: StoredCore) -> None:
     if dtype != torch.float32:
         out = call(aten._to_copy.default, out, dtype=dtype)
     for read, words in ((key, keys), (value, values)):
-        _retell(read, words)
+        _retell(editor, read, words)
     core.node.replace_all_uses_with(out)
     erase_dead(core.node)
     for read in (key, value):
         editor.graph.erase_node(read.loaded)  # a write, which nothing reads any more
 
 
-def _retell(read: StoredRead, words: Node) -> None:
+def _retell(editor: ProgramEditor, read: StoredRead, words: Node) -> None:
     """Put a site's record, which the report shows, on the node that reads its cache now, with the cache's new shape."""
-    told = {**read.operand.meta["custom"][RECORD]}
     place = _node(read.loaded.args[0])
-    told["stored"] = told["stored"].split("[")[0] + str(list(place.meta["val"].shape))
-    words.meta["custom"] = {RECORD: told}
+    stored = cache_in_words(str(editor.interface.buffer_of(place.name)), place.meta["val"])
+    words.meta["custom"] = {RECORD: {**read.operand.meta["custom"][RECORD], "stored": stored}}
 
 
 def _keys(editor: ProgramEditor, read: StoredRead) -> Node:
@@ -128,7 +126,7 @@ def _values(editor: ProgramEditor, read: StoredRead) -> Node:
     if is_tiles(shape):
         return _in_tiles(editor, read, shape)
     write = read.loaded
-    place, written = _node(write.args[0]), _node(write.args[-1])
+    place, written = _node(write.args[0]), ops.written(write)
     batch, heads, chunks, length, width = shape
     editor.retype(place, shape, place.meta["val"].dtype)
     call = editor.after(write)
@@ -141,7 +139,7 @@ def _values(editor: ProgramEditor, read: StoredRead) -> Node:
 def _in_tiles(editor: ProgramEditor, read: StoredRead, shape: Shape) -> Node:
     """A cache in tiles ``[B, H, N, W/4, T, 4]``, as int32 words."""
     write = read.loaded
-    place, written, index = _node(write.args[0]), _node(write.args[-1]), slots(write)
+    place, written, index = _node(write.args[0]), ops.written(write), slots(write)
     batch, heads, _, words, tokens, _ = shape
     editor.retype(place, shape, place.meta["val"].dtype)
     call = editor.after(write)

@@ -8,8 +8,8 @@ apart by shifts, and the caches lie such that lanes are never summed and memory 
     o[g, 4c + j] = Σ_l e[g, l] · code_j(V[l, c]) / Σ_l e[g, l]
 
 with e = exp(s − max s). What is subtracted from all codes of a channel, a static zero point or the lowest code of two
-in a byte, is for keys the same at every l of a query, which softmax does not see, and for values is subtracted from the
-result. A scale per token multiplies s, and e in the numerator.
+in a byte, is for keys the same at every l of a query, which softmax does not see, and for values, times Σ e, is
+subtracted from the numerator. A scale per token multiplies s, and e in the numerator.
 """
 
 import torch
@@ -134,21 +134,26 @@ def output_of(call: CallBuilder, weights: Node, words: Node, read: StoredRead) -
         rows.append(halves[0] if len(halves) == 1 else call(aten.cat.default, halves, -1))
     out, shift = call(aten.stack.default, rows, 2), _shift(call, read)
     if shift != 0:
-        per_token = call(aten.mul.Tensor, scaled, _by_token(call, shift)) if read.scale is not None else None
-        lost = call(aten.sum.dim_IntList, per_token, [-1], True) if per_token else call(aten.mul.Tensor, total, shift)
+        if read.scale is None:
+            lost = call(aten.mul.Tensor, total, shift)
+        else:
+            lost = call(aten.sum.dim_IntList, call(aten.mul.Tensor, scaled, _by_token(call, shift)), [-1], True)
         out = call(aten.sub.Tensor, out, lost)
     # The largest weight is 1, so a sum below 1 is one of nothing.
     return call(aten.div.Tensor, out, call(aten.clamp_min.default, total, 1.0))
 
 
+_BLOCKS = {5: (2, 4), 6: (3, 4)}
+"""Dims N and T, blocks and their tokens, of words of values by how many dims those have: tiles, chunks."""
+
+
 def _beside(call: CallBuilder, row: Node, sizes: list[int]) -> Node:
-    """Weights ``[B, H, L]`` as they multiply words of values of these sizes, tiles or chunks."""
-    batch, heads, *rest = sizes
-    view = [rest[0], 1, rest[2]] if len(rest) == 3 else [1, rest[1], rest[2], 1]
-    return call(aten.view.default, row, [batch, heads, *view])
+    """Weights ``[B, H, L]`` as they multiply words of values of these sizes."""
+    view = [size if dim in (0, 1, *_BLOCKS[len(sizes)]) else 1 for dim, size in enumerate(sizes)]
+    return call(aten.view.default, row, view)
 
 
 def _summed(call: CallBuilder, products: Node) -> Node:
-    """The sum over the tokens of each block, and over blocks: they are dims T and N of tiles or chunks."""
-    tokens, count = (4, 2) if products.meta["val"].dim() == 5 else (4, 3)
+    """The sum over the tokens of each block, and over blocks."""
+    count, tokens = _BLOCKS[products.meta["val"].dim()]
     return call(aten.sum.dim_IntList, call(aten.sum.dim_IntList, products, [tokens]), [count])

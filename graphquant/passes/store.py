@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from graphquant.errors import ConvertError
 from graphquant.graph import AttentionSites, ops
-from graphquant.graph.caches import Cache, find_caches, slots, source_of
+from graphquant.graph.caches import Cache, find_caches, slots
 from graphquant.graph.sites import LETTERS
 from graphquant.passes.cache_safety import refuse_unsafe
 from graphquant.passes.dialects import Qparams, Spread, emit_codes, emit_values, spread_qparams
@@ -26,7 +26,7 @@ from graphquant.passes.replay import Replay, cone
 from graphquant.passes.slots import slot_positions
 from graphquant.passes.storage import Storage
 from graphquant.plan import PlannedSite, QuantizationPlan
-from graphquant.records import node_name
+from graphquant.records import cache_in_words, node_name
 
 aten = torch.ops.aten
 
@@ -93,7 +93,7 @@ def store(
     """Store one planned site in its cache."""
     cache = storing.caches[planned.key]
     x, write, states = (editor.nodes[name] for name in (planned.site.node, cache.write, cache.states))
-    between, wanting = cone(source_of(write), x), readers(x, planned, sites, editor.nodes)
+    between, wanting = cone(ops.written(write), x), readers(x, planned, sites, editor.nodes)
     storage = Storage.of(
         planned.args, int(x.meta["val"].shape[-1]), is_buffer=cache.is_buffer, where=planned.site.where
     )
@@ -119,7 +119,7 @@ def store(
         again = emit_values(local, storage.load(local, parts[""]), spread, dtype, f"{prefix}_dequantize_now")
         for user in left:
             user.replace_input_with(x, again)
-    return Stored(parts[""], values, _words(editor, storage, cache))
+    return Stored(parts[""], values, cache_in_words(cache.target, editor.nodes[cache.place].meta["val"]))
 
 
 def _token_parts(call: CallBuilder, spread: Spread, storage: Storage) -> dict[str, Node]:
@@ -206,8 +206,3 @@ def _erase_dead(nodes: list[Node]) -> None:
     for node in sorted(nodes, reverse=True):
         if not node.users:
             node.graph.erase_node(node)
-
-
-def _words(editor: ProgramEditor, storage: Storage, cache: Cache) -> str:
-    shape = ", ".join(map(str, editor.nodes[cache.place].meta["val"].shape))
-    return f"{str(storage.dtype).removeprefix('torch.')} {cache.target} [{shape}]"

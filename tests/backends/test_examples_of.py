@@ -15,7 +15,7 @@ from graphquant.errors import MismatchError
 from graphquant.loops import caller, runnable
 from tests.passes.helpers import args
 from tests.passes.stepping import config, program, stored
-from tests.passes.stored import both, static
+from tests.passes.stored import both, in_lanes, static
 from tests.tiny import VOCABULARY, tiny_llama
 
 FOUR, ONES = [3, 1, 1, 1], [1, 1, 1, 1]
@@ -33,10 +33,6 @@ def sizes(given: torch.export.ExportedProgram, **options: int) -> list[tuple[int
 
 def codes(form: str, strategy: str = "attn_head", **options: Any) -> torch.export.ExportedProgram:
     return stored(form, "states", config("states", args(strategy, **options), args(strategy)), torch.float32)
-
-
-def in_lanes(one: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    return gq.fuse_decode(gq.fold_scales(gq.pack_gqa(one)))
 
 
 def test_texts_and_steps() -> None:

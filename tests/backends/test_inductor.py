@@ -16,7 +16,7 @@ from graphquant.passes.watching import with_outputs
 from graphquant.records import records
 from tests.backends.agreement import disagreement
 from tests.passes.helpers import args, config
-from tests.passes.stored import both, static
+from tests.passes.stored import both, in_lanes, static
 from tests.tiny import tiny_batch, tiny_batches, tiny_llama
 
 pytestmark = pytest.mark.slow
@@ -83,7 +83,7 @@ def test_torch_compile_keeps_a_cache_and_forgets_it_when_told(tmp_path: Path) ->
 def test_a_package_goes_on_from_a_prefill(tmp_path: Path) -> None:
     """As docs/stored-cache.md says it: torch gives the caches to the package by their names."""
     stored = static(both(strategy="attn_head"), layers=1, head_dim=64)
-    one = gq.fuse_decode(gq.fold_scales(gq.pack_gqa(gq.specialize(stored, sequence=1))))
+    one = in_lanes(gq.specialize(stored, sequence=1))
     gq.lower(one, "inductor").save(tmp_path / "step.pt2")
     package = torch._inductor.aoti_load_package(str(tmp_path / "step.pt2"))
     prefill, step = runnable(stored), runnable(one)

@@ -7,7 +7,8 @@ import torch
 from torch.export import ExportedProgram
 
 import graphquant as gq
-from graphquant.graph.caches import Cache, find_caches, source_of
+from graphquant.graph import ops
+from graphquant.graph.caches import Cache, find_caches
 from tests.passes.modules import Plain, x_of
 from tests.passes.stepping import Cached, Growing, positions
 from tests.tiny import tiny_llama
@@ -32,7 +33,7 @@ def consistent(program: ExportedProgram, caches: tuple[Cache, ...]) -> None:
         place, write, states = nodes[found.place], nodes[found.write], nodes[found.states]
         assert place.op == "placeholder"
         assert place in write.all_input_nodes
-        assert source_of(write) is states or source_of(write).all_input_nodes[0] is states
+        assert ops.written(write) is states or ops.written(write).all_input_nodes[0] is states
         assert nodes[found.reader] in write.users
         assert found.core in cores
         before, now, after = (list(node.meta["val"].shape) for node in (place, states, write))

@@ -49,6 +49,11 @@ def static(
     return gq.convert(program, calibration, config, kv_cache="stored")
 
 
+def in_lanes(program: ExportedProgram) -> ExportedProgram:
+    """A static program of one token a step with all that makes its attention fast."""
+    return gq.fuse_decode(gq.fold_scales(gq.pack_gqa(program)))
+
+
 def logits(program: ExportedProgram, steps: tuple[int, ...] = (1,) * 10) -> Tensor:
     """The logits of ten tokens, given in steps."""
     return run(program, stepping.TOKENS[:1], steps)

@@ -7,7 +7,7 @@ import torch
 
 import graphquant as gq
 from graphquant.errors import ConvertError
-from tests.passes.stored import both, captured, logits, projections, static
+from tests.passes.stored import both, captured, in_lanes, logits, projections, static
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_one_token_a_step_computes_the_same(config: gq.QuantizationConfig) -> No
 
 def test_a_specialized_program_is_packed_folded_and_put_into_lanes() -> None:
     one = gq.specialize(static(both(strategy="attn_head")), sequence=1)
-    fused = gq.fuse_decode(gq.fold_scales(gq.pack_gqa(one)))
+    fused = in_lanes(one)
     torch.testing.assert_close(logits(fused), logits(one), rtol=1e-5, atol=1e-6)
 
 
